@@ -1,0 +1,47 @@
+"""How many bytes of saved activations may be resident, from what the user asked for.
+
+Three forms (design, section 3): a number of activation bytes; a share of what the step would hold if nothing were
+evicted, which is a share of what has been saved so far until a whole step has been seen; or the bytes the process may
+use in all, where what is not an activation is measured and taken off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from delta.units import Bytes, Share
+
+
+@dataclass(slots=True)
+class Budget:
+    """`activations` and `device_bytes` exclude each other; with neither there is no limit.
+
+    `reserve_bytes` of a device budget stay free for what nobody announces (workspaces, allocator rounding).
+    """
+
+    activations: Bytes | Share | None = None
+    device_bytes: int | None = None
+    reserve_bytes: int = 0
+    other_bytes: int = 0  # device bytes in use that are not counted activations, the most seen lately
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether nothing can ever have to be evicted."""
+        if isinstance(self.activations, Share) and self.activations.fraction >= 1.0:
+            return True
+        return self.activations is None and self.device_bytes is None
+
+    @property
+    def is_share(self) -> bool:
+        return isinstance(self.activations, Share)
+
+    def limit_bytes(self, unevicted_peak_bytes: int) -> int | None:
+        """The limit now, given the unevicted peak as far as it is known. None: no limit."""
+        if self.unlimited:
+            return None
+        if isinstance(self.activations, Share):
+            return int(self.activations.fraction * unevicted_peak_bytes)
+        if isinstance(self.activations, Bytes):
+            return self.activations.nbytes
+        assert self.device_bytes is not None
+        return max(0, self.device_bytes - self.reserve_bytes - self.other_bytes)

@@ -1,0 +1,207 @@
+"""The validated form of a policy file.
+
+The models say which keys there are, what they may hold and what they default to; the defaults are those of the policy
+``delta`` (``policies/delta.yaml``), and a test keeps the two equal. Sizes are read by `delta.units` here, once.
+
+Reading files, overrides and readable errors are in `delta.policies.loader`. What the keys *do* is in the parts they
+configure.
+"""
+
+import os
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+
+from delta.errors import PolicyError
+from delta.types import Action
+from delta.units import Bytes, Share, parse_bytes, parse_size
+
+ScoreName = Literal["delta", "delta-paper", "size-staleness", "lru", "size"]
+PlannerName = Literal["profile", "none"]
+
+_SIZE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
+_SIZE_OR_SHARE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*(([kKmMgGtT][iI]?)?[bB]?|%)\s*$"
+_SIZE_TEXT = 'a number of bytes, or a size such as "256MiB"'
+
+
+def _read_bytes(value: Any, info: ValidationInfo) -> int:
+    return parse_bytes(value, what=str(info.field_name), error=PolicyError)
+
+
+def _read_size(value: Any, info: ValidationInfo) -> Bytes | Share:
+    return parse_size(value, what=str(info.field_name), error=PolicyError)
+
+
+def _read_window(value: Any, info: ValidationInfo) -> Any:
+    if value == "auto":
+        return value
+    try:
+        return _read_bytes(value, info)
+    except PolicyError as error:
+        raise PolicyError(f'{error} Or give "auto".') from None
+
+
+def _write_size(size: Bytes | Share) -> int | str:
+    return size.nbytes if isinstance(size, Bytes) else str(size)
+
+
+def _size_schema(pattern: str, text: str, *also: dict[str, Any]) -> WithJsonSchema:
+    forms = [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": pattern}, *also]
+    return WithJsonSchema({"anyOf": forms, "description": text})
+
+
+NumBytes = Annotated[int, BeforeValidator(_read_bytes), _size_schema(_SIZE_PATTERN, _SIZE_TEXT)]
+Size = Annotated[
+    Bytes | Share,
+    BeforeValidator(_read_size),
+    PlainSerializer(_write_size),
+    _size_schema(_SIZE_OR_SHARE_PATTERN, _SIZE_TEXT + ', or a share such as "50%"'),
+]
+Window = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(_read_window),
+    _size_schema(_SIZE_PATTERN, _SIZE_TEXT + ', or "auto"', {"const": "auto"}),
+]
+
+
+def _no_duplicates(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    twice = sorted({action for action in actions if actions.count(action) > 1})
+    if twice:
+        raise ValueError(f"each action may be named once, {', '.join(twice)} is there more often")
+    return actions
+
+
+Actions = Annotated[tuple[Action, ...], Field(min_length=1), AfterValidator(_no_duplicates)]
+
+
+def _spill_dir(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+class _Model(BaseModel):
+    """Frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FilterConfig(_Model):
+    """Which storages may go, and in what order."""
+
+    score: ScoreName = Field(default="delta", description="ranks the candidates; the smallest score is evicted first")
+    min_bytes: NumBytes = Field(default=2**20, description="a storage smaller than this is never evicted")
+
+
+class DirectorConfig(_Model):
+    """How a storage goes."""
+
+    actions: Actions = Field(
+        default=(Action.KEEP, Action.SWAP, Action.RECOMPUTE),
+        description="what may be done with a saved tensor; the cheapest of them that is possible is taken",
+    )
+
+
+class PlannerConfig(_Model):
+    """What happens once a step has been seen from start to end."""
+
+    kind: PlannerName = Field(
+        default="profile", description="profile: plan the next step from the last one; none: decide online always"
+    )
+
+
+class PrefetchConfig(_Model):
+    """When swapped storages come back."""
+
+    window: Window = Field(
+        default="auto", description="bytes that may be on their way back or waiting for use; 0 turns prefetch off"
+    )
+
+
+class HostConfig(_Model):
+    """Where swapped storages are kept."""
+
+    limit: Size = Field(
+        default=Share(0.5),
+        description="host bytes for swapped storages; a share is one of the available memory",
+        json_schema_extra={"default": "50%"},
+    )
+    spill_dir: Annotated[str | None, BeforeValidator(_spill_dir)] = Field(
+        default=None, description="directory of the spill file; null: the directory for temporary files"
+    )
+
+
+class BudgetConfig(_Model):
+    """How the budget is held."""
+
+    reserve: Size = Field(
+        default=Share(0.03),
+        description="part of the budget that is left free for what cannot be foreseen",
+        json_schema_extra={"default": "3%"},
+    )
+    strict: bool = Field(
+        default=False, description="a budget that cannot be held is an error (true) or a warning (false)"
+    )
+
+
+class Rule(_Model):
+    """An exception: ops that match are always treated so. ``op`` and ``module`` are globs, at least one is given."""
+
+    op: str | None = Field(default=None, min_length=1, description='glob over op names, such as "aten._softmax*"')
+    module: str | None = Field(default=None, min_length=1, description='glob over module names, such as "*.attention"')
+    action: Action
+
+    @model_validator(mode="after")
+    def _has_a_pattern(self) -> Self:
+        if self.op is None and self.module is None:
+            raise ValueError("a rule needs `op` or `module`, otherwise it would match everything")
+        return self
+
+    def matches(self, op: str, module: str) -> bool:
+        """Whether both globs fit; a glob that is not given fits everything. An unknown module name is ``""``."""
+        fits_op = self.op is None or fnmatchcase(op, self.op)
+        return fits_op and (self.module is None or fnmatchcase(module, self.module))
+
+
+class Policy(_Model):
+    """One policy, ready for the engine. Every key but the name has a default: that of the shipped policy ``delta``."""
+
+    name: str = Field(min_length=1, description="the name in reports; for a shipped policy, the file's name")
+    summary: str = Field(default="", description="one line for lists")
+    source: str = Field(default="", description="the paper the policy comes from")
+    filter: FilterConfig = FilterConfig()
+    director: DirectorConfig = DirectorConfig()
+    planner: PlannerConfig = PlannerConfig()
+    prefetch: PrefetchConfig = PrefetchConfig()
+    host: HostConfig = HostConfig()
+    budget: BudgetConfig = BudgetConfig()
+    rules: tuple[Rule, ...] = Field(default=(), description="exceptions, the first one that matches counts")
+
+    @model_validator(mode="after")
+    def _pairs_make_sense(self) -> Self:
+        actions = self.director.actions
+        if self.planner.kind == "profile" and set(actions) == {Action.KEEP}:
+            raise ValueError(
+                "planner.kind=profile has nothing to plan while director.actions holds only keep: "
+                "set planner.kind to none, or add swap or recompute to director.actions"
+            )
+        for number, rule in enumerate(self.rules):
+            if rule.action not in {Action.KEEP, *actions}:
+                raise ValueError(
+                    f"rules.{number}.action={rule.action} is not among director.actions ({', '.join(actions)}): "
+                    f"add {rule.action} there or change the rule"
+                )
+        return self
+
+    def rule_for(self, op: str, module: str = "") -> Action | None:
+        """The action of the first rule that matches, or None."""
+        return next((rule.action for rule in self.rules if rule.matches(op, module)), None)

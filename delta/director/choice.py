@@ -1,0 +1,84 @@
+"""Swap or recompute, per record: the cheapest of what the policy allows and the record can bear.
+
+With `hidden_swap` a swap costs what compute would wait for it (`LinkQueue.exposed_ns`); without, it costs its whole way
+out and back, as DELTA publishes it (ACM TACO 2024). A rule of the policy overrides the costs, never what is possible: a
+record without a recipe is not recomputed, whatever the YAML says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from delta.costs import LinkQueue
+from delta.types import Action
+
+
+class RuleLike(Protocol):
+    """One line under `rules:` of a policy (see `delta.config.Rule`)."""
+
+    @property
+    def action(self) -> Action: ...
+    def matches(self, op: str, module: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What the director may know of a record that may go."""
+
+    nbytes: int
+    op: str  # name of the op that made it, "" if unknown
+    module: str  # qualified name of the module that made it, "" if unknown
+    chain_ns: int | None  # replay of its missing chain; None: it cannot be replayed
+    host_whole: bool  # the host holds a copy already
+    swappable: bool  # the host tier can take it
+    now_ns: int
+    room_by_ns: int
+    next_use_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An action and its cost in ns."""
+
+    action: Action
+    cost_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Director:
+    """Chooses among `actions`; the first matching rule wins."""
+
+    actions: tuple[Action, ...]
+    rules: Sequence[RuleLike] = ()
+    hidden_swap: bool = True
+
+    def choose(self, prospect: Prospect, queue: LinkQueue) -> Choice | None:
+        """The cheapest possible action other than keep, or None where the record has to stay."""
+        wanted = self.ruled(prospect.op, prospect.module)
+        if wanted is Action.KEEP:
+            return None
+        options = self._options(prospect, queue)
+        if wanted is not None:
+            options = [option for option in options if option.action is wanted] or options
+        return min(options, key=lambda option: option.cost_ns, default=None)
+
+    def _options(self, prospect: Prospect, queue: LinkQueue) -> list[Choice]:
+        options = []
+        if Action.RECOMPUTE in self.actions and prospect.chain_ns is not None:
+            options.append(Choice(Action.RECOMPUTE, prospect.chain_ns))
+        if Action.SWAP in self.actions and (prospect.swappable or prospect.host_whole):
+            options.append(Choice(Action.SWAP, self._swap_ns(prospect, queue)))
+        return options
+
+    def _swap_ns(self, prospect: Prospect, queue: LinkQueue) -> int:
+        if self.hidden_swap:
+            return queue.exposed_ns(
+                prospect.nbytes, prospect.now_ns, prospect.room_by_ns, prospect.next_use_ns, prospect.host_whole
+            )
+        return queue.link.out_ns(prospect.nbytes) + queue.link.in_ns(prospect.nbytes)
+
+    def ruled(self, op: str, module: str) -> Action | None:
+        """The action a rule of the policy gives to what this op made, if one does."""
+        return next((rule.action for rule in self.rules if rule.matches(op, module)), None)

@@ -1,0 +1,195 @@
+"""What is known of the steps: which one this is, how it goes, and what is planned for it.
+
+Steps are told apart by the metadata of what they save, as a prefix: the first save picks the profile used last that
+begins so; a save that differs moves on to another profile with the same beginning, or to observing (design, section 5).
+A profile is learned from a step that was recorded from its first op to its last release. Op times are taken as the
+least over the recorded steps: a first run pays page faults and cold caches that a replay does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
+from delta.types import Action, Kind, Mode, OpInfo
+
+REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
+TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
+SPARE = 0.9  # a step that stayed under this share of the limit without evicting is idle next time
+
+MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
+
+
+@dataclass(slots=True)
+class Profile:
+    """One kind of step."""
+
+    signatures: tuple[int, ...]
+    graph: StepGraph
+    unevicted_peak_bytes: int
+    forced: Mapping[int, Action]
+    plan: Plan | None = None
+    idle: bool = False
+    refined: int = 0
+    tightened: int = 0
+    squeeze: float = 1.0  # plans aim at this share of the limit, after a step whose peak was over it
+
+
+@dataclass(slots=True)
+class Learner:
+    """Follows one step at a time. `make_plan(graph, limit_bytes, forced)` is None for policies that do not plan."""
+
+    min_bytes: int
+    make_plan: MakePlan | None
+    profiles: list[Profile] = field(default_factory=list)  # last used first
+    current: Profile | None = None
+    mode: Mode = Mode.OBSERVE
+    log: StepLog = field(default_factory=StepLog)
+    packs: int = 0
+    recorded: bool = False  # the recorder was on from this step's first op
+    began_ns: int | None = None
+
+    @property
+    def position(self) -> int:
+        """Number of needs so far."""
+        return len(self.log.needs)
+
+    @property
+    def in_step(self) -> bool:
+        return self.began_ns is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.current.plan if self.current is not None and self.mode is Mode.PLANNED else None
+
+    @property
+    def known_peak_bytes(self) -> int:
+        return self.current.unevicted_peak_bytes if self.current is not None else 0
+
+    @property
+    def wants_recorder(self) -> bool:
+        """Whether the next step should be recorded, judged by the profile used last."""
+        if not self.profiles:
+            return True
+        last = self.profiles[0]
+        if last.idle:
+            return False
+        return last.plan is None or last.plan.recomputes or last.refined < REFINEMENTS
+
+    # -- during a step --------------------------------------------------------------------------------------------
+    def packed(self, signature: int, now_ns: int) -> None:
+        """A tensor was packed; decides the mode at the first one and checks it at the others."""
+        if self.began_ns is None:
+            self.began_ns = now_ns
+        self.log.signatures.append(signature)
+        self.packs += 1
+        follows = self.current
+        if self.packs == 1 or (
+            follows is not None
+            and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != signature)
+        ):
+            self._match()
+
+    def _match(self) -> None:
+        so_far = tuple(self.log.signatures)
+        self.current = next((p for p in self.profiles if p.signatures[: self.packs] == so_far), None)
+        if self.current is None:
+            self.mode = Mode.OBSERVE
+        elif self.current.idle:
+            self.mode = Mode.IDLE
+        else:
+            self.mode = Mode.PLANNED if self.current.plan is not None else Mode.OBSERVE
+
+    def surprise(self) -> None:
+        """The budget was missed where the step was thought to fit: watch the rest of it."""
+        if self.mode is Mode.IDLE:
+            self.mode = Mode.OBSERVE
+            if self.current is not None:
+                self.current.idle = False
+
+    def op(self, op: OpInfo, nbytes: Mapping[int, int], kinds: Mapping[int, Kind]) -> None:
+        self.log.ops.append(op)
+        self.log.nbytes.update(nbytes)
+        self.log.kinds.update(kinds)
+
+    def saved(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
+        """First save of a record in this step."""
+        log = self.log
+        log.saves.append(record)
+        log.save_ns.append(now_ns - (self.began_ns or 0))
+        log.nbytes[record] = nbytes
+        log.kinds[record] = kind
+
+    def needed(self, order: int, now_ns: int) -> None:
+        self.log.needs.append((order, now_ns - (self.began_ns or 0)))
+
+    def released(self, order: int) -> None:
+        self.log.releases.append((order, len(self.log.needs)))
+
+    # -- its end --------------------------------------------------------------------------------------------------
+    def end(
+        self, now_ns: int, peak_bytes: int, unevicted_peak_bytes: int, limit: Callable[[int], int | None], evicted: bool,
+        forced: Mapping[int, Action],
+    ) -> None:
+        """The last handle died. Learns from the step and plans the next one like it."""
+        log, profile = self.log, self._profile_of_step()
+        log.end_ns = now_ns - (self.began_ns or 0)
+        limit_bytes = limit(unevicted_peak_bytes)
+        fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
+        if profile is None and log.needs and (self.recorded or fitted):
+            profile = Profile(
+                tuple(log.signatures), build_graph(log, self.min_bytes), unevicted_peak_bytes, forced
+            )
+            self.profiles.insert(0, profile)
+            self._plan(profile, limit_bytes, fitted)
+        elif profile is not None:
+            self.profiles.remove(profile)
+            self.profiles.insert(0, profile)
+            self._review(profile, peak_bytes, limit_bytes, fitted)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.log = StepLog()
+        self.packs = 0
+        self.current = None
+        self.mode = Mode.OBSERVE
+        self.began_ns = None
+
+    def _profile_of_step(self) -> Profile | None:
+        whole = tuple(self.log.signatures)
+        return next((p for p in self.profiles if p.signatures == whole), None)
+
+    def _plan(self, profile: Profile, limit_bytes: int | None, fitted: bool) -> None:
+        if limit_bytes is None or (fitted and profile.unevicted_peak_bytes <= SPARE * limit_bytes):
+            profile.idle = True
+        elif profile.unevicted_peak_bytes <= limit_bytes and fitted:
+            profile.idle = True
+        elif self.make_plan is not None:
+            profile.plan = self.make_plan(profile.graph, int(limit_bytes * profile.squeeze), profile.forced)
+
+    def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, fitted: bool) -> None:
+        """A step like one before: better op times, and a tighter plan if its peak was over the limit."""
+        if profile.idle or limit_bytes is None:
+            return
+        again = False
+        if self.recorded and profile.refined < REFINEMENTS:
+            profile.refined += 1
+            profile.graph = refine(profile.graph, build_graph(self.log, self.min_bytes))
+            again = True
+        if peak_bytes > limit_bytes and profile.tightened < TIGHTENINGS:
+            profile.tightened += 1
+            profile.squeeze *= 0.995 * limit_bytes / peak_bytes
+            again = True
+        if again:
+            self._plan(profile, limit_bytes, fitted=False)
+
+
+def refine(old: StepGraph, new: StepGraph) -> StepGraph:
+    """The newer step's times with, for each op, the least cost seen; the newer graph alone if the ops differ."""
+    if [op.name for op in old.ops] != [op.name for op in new.ops]:
+        return new
+    ops = tuple(
+        replace(fresh, cost_ns=min(fresh.cost_ns, known.cost_ns)) for fresh, known in zip(new.ops, old.ops, strict=True)
+    )
+    return replace(new, ops=ops)

@@ -1,0 +1,362 @@
+"""What lives where: records, their legal state transitions, and the byte totals.
+
+A record is one version of one storage. It is *alive* while the storage exists on the device, *held* while Delta itself
+owns a reference to it, and its host copy is in one of the states of `Host`. A record can be brought back if it is held,
+if its host copy is whole, or if its op can be replayed from records that can be brought back; the ledger refuses every
+transition that would leave a needed record without such a way (promise P4).
+
+The ledger counts, it does not decide: `engine.py` decides. It knows nothing of tensors, threads or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from delta.types import Kind, OpInfo
+
+
+class LedgerError(AssertionError):
+    """An illegal transition: a defect in Delta, never the user's fault."""
+
+
+class Host(Enum):
+    """State of a record's host copy."""
+
+    NONE = "none"
+    LEAVING = "leaving"  # copy out running; the device copy must stay
+    WHOLE = "whole"
+    COMING = "coming"  # copy back running; the host copy stays whole until it ends
+
+
+@dataclass(slots=True)
+class Record:
+    """One version of one storage. `users` are the live ops that read it; `op` is the one that made it."""
+
+    id: int
+    nbytes: int
+    kind: Kind
+    op: int | None = None
+    handles: int = 0
+    alive: bool = True
+    held: bool = False
+    host: Host = Host.NONE
+    pins: int = 0
+    users: set[int] = field(default_factory=set)
+    saved_at: int = -1  # order of its first save in this step; -1: never saved
+    used_ns: int = 0  # last access, for staleness
+
+    @property
+    def counted(self) -> bool:
+        """Whether its bytes count as resident activations."""
+        return self.alive and self.kind is not Kind.PARAMETER and (self.handles > 0 or self.held)
+
+    @property
+    def available(self) -> bool:
+        """Whether Delta can have its bytes without replaying anything."""
+        return self.held or self.host is not Host.NONE or (self.kind is Kind.PARAMETER and self.alive)
+
+
+class Ledger:
+    """All records and live ops, with running totals that `validate` re-derives."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, Record] = {}
+        self.ops: dict[int, OpInfo] = {}
+        self.resident_bytes = 0
+        self.unevicted_bytes = 0
+        self.leaving_bytes = 0
+        self.handles = 0
+        self.peak_resident_bytes = 0
+        self.peak_unevicted_bytes = 0
+        self._outputs_left: dict[int, int] = {}
+        self._successors: dict[int, int] = {}
+
+    def __getitem__(self, record: int) -> Record:
+        return self.records[record]
+
+    def __contains__(self, record: int) -> bool:
+        return record in self.records
+
+    # -- births ---------------------------------------------------------------------------------------------------
+    def create(self, record: int, nbytes: int, kind: Kind, now_ns: int = 0) -> Record:
+        """A storage (or a new version of one) appeared on the device."""
+        if record in self.records:
+            raise LedgerError(f"record {record} exists")
+        made = Record(record, nbytes, kind, used_ns=now_ns)
+        self.records[record] = made
+        return made
+
+    def add_op(self, op: OpInfo) -> None:
+        """An op ran whose outputs may have to be made again from its inputs; outputs are records already created."""
+        for output in op.outputs:
+            if self.records[output].op is not None:
+                raise LedgerError(f"record {output} has a producer already")
+            self.records[output].op = op.id
+        for source in op.inputs:
+            self.records[source].users.add(op.id)
+        self.ops[op.id] = op
+        self._outputs_left[op.id] = len(op.outputs)
+
+    # -- handles --------------------------------------------------------------------------------------------------
+    def save(self, record: int, order: int) -> bool:
+        """Autograd saved a tensor on this storage. True if it is the first handle on the record."""
+        rec = self.records[record]
+        with self._recount(rec):
+            rec.handles += 1
+        self.handles += 1
+        if rec.saved_at < 0:
+            rec.saved_at = order
+        if rec.handles == 1 and rec.kind is not Kind.PARAMETER:
+            self.unevicted_bytes += rec.nbytes
+            self.peak_unevicted_bytes = max(self.peak_unevicted_bytes, self.unevicted_bytes)
+        return rec.handles == 1
+
+    def unsave(self, record: int) -> bool:
+        """A handle died. True if it was the last one on the record."""
+        rec = self.records[record]
+        if rec.handles < 1:
+            raise LedgerError(f"record {record} has no handle to give up")
+        with self._recount(rec):
+            rec.handles -= 1
+        self.handles -= 1
+        if rec.handles == 0 and rec.kind is not Kind.PARAMETER:
+            self.unevicted_bytes -= rec.nbytes
+        return rec.handles == 0
+
+    def supersede(self, old: int, new: int) -> None:
+        """`old` was overwritten in place: its handles follow the bytes to the new version, as plain autograd's do."""
+        count = self.records[old].handles
+        if count == 0:
+            return
+        order = self.records[old].saved_at
+        for _ in range(count):
+            self.unsave(old)
+        for _ in range(count):
+            self.save(new, order)
+        self._successors[old] = new
+
+    def resolve(self, record: int) -> int:
+        """The record a handle taken on `record` stands for now."""
+        while record in self._successors:
+            record = self._successors[record]
+        return record
+
+    # -- the device copy ------------------------------------------------------------------------------------------
+    def hold(self, record: int) -> None:
+        """Delta owns a reference to the storage from here on."""
+        rec = self.records[record]
+        if rec.held:
+            raise LedgerError(f"record {record} is held already")
+        with self._recount(rec):
+            rec.held = True
+            rec.alive = True
+
+    def let_go(self, record: int) -> None:
+        """Delta gives up its reference; the storage stays alive while somebody else uses it."""
+        rec = self.records[record]
+        if not rec.held:
+            raise LedgerError(f"record {record} is not held")
+        if rec.host is Host.LEAVING:
+            raise LedgerError(f"record {record} is being copied out: its device copy must stay")
+        if rec.pins:
+            raise LedgerError(f"record {record} is in use")
+        if self.needed(record) and rec.host is Host.NONE and not self.recoverable(record):
+            raise LedgerError(f"letting go of record {record} would lose its value")
+        with self._recount(rec):
+            rec.held = False
+
+    def gone(self, record: int) -> None:
+        """The storage was freed on the device, or overwritten by a newer version."""
+        rec = self.records[record]
+        if rec.held:
+            raise LedgerError(f"record {record} is held and cannot be gone")
+        with self._recount(rec):
+            rec.alive = False
+
+    # -- the host copy --------------------------------------------------------------------------------------------
+    def set_host(self, record: int, state: Host) -> None:
+        rec = self.records[record]
+        legal = {
+            Host.NONE: {Host.LEAVING},
+            Host.LEAVING: {Host.WHOLE, Host.NONE},
+            Host.WHOLE: {Host.COMING, Host.NONE},
+            Host.COMING: {Host.WHOLE},
+        }
+        if state not in legal[rec.host]:
+            raise LedgerError(f"record {record}: host copy cannot go from {rec.host.value} to {state.value}")
+        if state is Host.LEAVING and not rec.held:
+            raise LedgerError(f"record {record} is not held and cannot be copied out")
+        if state is Host.NONE and not rec.held and self.needed(record) and not self.recoverable(record):
+            raise LedgerError(f"giving up the host copy of record {record} would lose its value")
+        if rec.host is Host.LEAVING:
+            self.leaving_bytes -= rec.nbytes
+        if state is Host.LEAVING:
+            self.leaving_bytes += rec.nbytes
+        rec.host = state
+
+    # -- questions ------------------------------------------------------------------------------------------------
+    def recoverable(self, record: int) -> bool:
+        """Whether replaying ops, from what Delta can have without it, would bring the record back."""
+        seen: set[int] = set()
+        todo = [record]
+        while todo:
+            op_id = self.records[todo.pop()].op
+            op = self.ops.get(op_id) if op_id is not None else None
+            if op is None or not op.replayable:
+                return False
+            if op.id in seen:
+                continue
+            seen.add(op.id)
+            for source in op.inputs:
+                if source == record:
+                    return False
+                if not self.records[source].available:
+                    todo.append(source)
+        return True
+
+    def missing_ops(self, record: int) -> list[OpInfo]:
+        """The ops to replay, in their first order, to have `record` again. Empty if its bytes are there already."""
+        if self.records[record].available or self.records[record].alive:
+            return []
+        chain: dict[int, OpInfo] = {}
+        todo = [record]
+        while todo:
+            current = todo.pop()
+            op_id = self.records[current].op
+            if op_id is None or not self.ops[op_id].replayable:
+                raise LedgerError(f"record {current} is gone and cannot be replayed")
+            if op_id in chain:
+                continue
+            chain[op_id] = self.ops[op_id]
+            inputs = (self.records[source] for source in chain[op_id].inputs)
+            todo += [rec.id for rec in inputs if not rec.available and not rec.alive]
+        return [chain[op_id] for op_id in sorted(chain)]
+
+    def needed(self, record: int) -> bool:
+        """Whether a saved tensor depends on this record's bytes: itself, or through a recipe that would read them."""
+        seen = {record}
+        todo = [record]
+        first = True
+        while todo:
+            rec = self.records[todo.pop()]
+            if rec.handles and (first or not rec.available):
+                return True
+            if not first and rec.available:
+                continue
+            first = False
+            for op_id in rec.users:
+                for output in self.ops[op_id].outputs:
+                    if output in self.records and output not in seen:
+                        seen.add(output)
+                        todo.append(output)
+        return False
+
+    def supports_missing(self, record: int) -> bool:
+        """Whether a saved record that is not available can be made again only by reading this one."""
+        handles, self.records[record].handles = self.records[record].handles, 0
+        try:
+            return self.needed(record)
+        finally:
+            self.records[record].handles = handles
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+    def forget_dead(self, candidates: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Remove those of `candidates` nobody can ask for any more, and what depended only on them.
+
+        Returns the ids forgotten, and those of records Delta still holds although nothing can ask for them.
+        """
+        forgotten: list[int] = []
+        idle: list[int] = []
+        todo = list(candidates)
+        while todo:
+            rec = self.records.get(todo.pop())
+            if rec is None or rec.handles or rec.users or rec.pins or rec.host in (Host.LEAVING, Host.COMING):
+                continue
+            if rec.held:
+                idle.append(rec.id)
+            elif not rec.alive:
+                del self.records[rec.id]
+                forgotten.append(rec.id)
+                if rec.op is not None:
+                    todo += self._output_left(rec.op)
+        return forgotten, idle
+
+    def cut(self) -> tuple[list[int], list[int]]:
+        """A step ended: recipes are of no more use. Drop them all; returns what `forget_dead` does."""
+        if self.handles:
+            raise LedgerError(f"{self.handles} handles are alive: the step has not ended")
+        self.ops.clear()
+        self._outputs_left.clear()
+        self._successors.clear()
+        for rec in self.records.values():
+            rec.op = None
+            rec.users.clear()
+            rec.saved_at = -1
+        return self.forget_dead(list(self.records))
+
+    def restart_peaks(self) -> None:
+        """Begin the peaks anew from what is there now."""
+        self.peak_resident_bytes = self.resident_bytes
+        self.peak_unevicted_bytes = self.unevicted_bytes
+
+    def validate(self) -> None:
+        """Derive every total and link again and compare; `LedgerError` names the first difference."""
+        records = self.records.values()
+        totals = {
+            "resident_bytes": sum(r.nbytes for r in records if r.counted),
+            "unevicted_bytes": sum(r.nbytes for r in records if r.handles and r.kind is not Kind.PARAMETER),
+            "leaving_bytes": sum(r.nbytes for r in records if r.host is Host.LEAVING),
+            "handles": sum(r.handles for r in records),
+        }
+        for name, value in totals.items():
+            if getattr(self, name) != value:
+                raise LedgerError(f"{name} is {getattr(self, name)}, the records say {value}")
+        for rec in records:
+            if rec.held and not rec.alive:
+                raise LedgerError(f"record {rec.id} is held but not alive")
+            if rec.host is Host.LEAVING and not rec.held:
+                raise LedgerError(f"record {rec.id} is being copied out without being held")
+            if any(op not in self.ops or rec.id not in self.ops[op].inputs for op in rec.users):
+                raise LedgerError(f"record {rec.id} lists a user that does not read it")
+            if rec.handles and not rec.available and not rec.alive and not self.recoverable(rec.id):
+                raise LedgerError(f"record {rec.id} is saved, gone, and cannot be brought back")
+        for op_id, left in self._outputs_left.items():
+            if left != sum(output in self.records for output in self.ops[op_id].outputs):
+                raise LedgerError(f"op {op_id} counts {left} outputs wrongly")
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+    def _output_left(self, op_id: int) -> Iterator[int]:
+        """One output of an op was forgotten; when it was the last, the op goes and its inputs may follow."""
+        if op_id not in self._outputs_left:
+            return
+        self._outputs_left[op_id] -= 1
+        if self._outputs_left[op_id]:
+            return
+        del self._outputs_left[op_id]
+        for source in set(self.ops.pop(op_id).inputs):
+            self.records[source].users.discard(op_id)
+            yield source
+
+    def _recount(self, rec: Record) -> _Recount:
+        return _Recount(self, rec)
+
+
+class _Recount:
+    """Keeps `resident_bytes` and its peak right across one change of a record."""
+
+    __slots__ = ("_before", "_ledger", "_record")
+
+    def __init__(self, ledger: Ledger, record: Record) -> None:
+        self._ledger, self._record = ledger, record
+
+    def __enter__(self) -> None:
+        self._before = self._record.counted
+
+    def __exit__(self, *exc: object) -> None:
+        after = self._record.counted
+        if after is not self._before:
+            ledger = self._ledger
+            ledger.resident_bytes += self._record.nbytes if after else -self._record.nbytes
+            ledger.peak_resident_bytes = max(ledger.peak_resident_bytes, ledger.resident_bytes)

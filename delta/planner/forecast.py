@@ -1,0 +1,177 @@
+"""What a choice of actions would do to a step: resident bytes at every backward position, replay and copy costs.
+
+The forecast walks backward once, in the order of the recorded step, and does what the engine will do: a missing storage
+is replayed together with its missing ancestors, what such a chain makes for later needs stays, its other products go
+after their last use in the chain; a swapped storage is copied back as late as the link allows. It is a model of the
+engine, not the engine: a plan is checked again by the peak that the planned step really had.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from delta.planner.steplog import StepGraph
+from delta.types import Action, Link
+
+# A copy back starts this much earlier than the link's measured speed asks for: a late one stalls compute, an early one
+# only takes room a little longer.
+EARLY = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """`resident_bytes[p]`: the most that is resident while need p is served. `back_at[v]`: position where v is back."""
+
+    resident_bytes: tuple[int, ...]
+    back_at: tuple[int, ...]
+    prefetch: dict[int, tuple[int, ...]]
+    replay_ns: int
+    stall_ns: int
+    swap_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.resident_bytes, default=0)
+
+
+def schedule_copies_back(
+    graph: StepGraph, actions: Sequence[Action], link: Link
+) -> tuple[dict[int, tuple[int, ...]], int]:
+    """As late as possible, one after the other: (position -> save orders, time by which the link is too slow)."""
+    prefetch: dict[int, list[int]] = {}
+    positions = len(graph.need_ns)
+    swapped = [v for v, action in enumerate(actions) if action is Action.SWAP and graph.first_need[v] < positions]
+    start_ns = graph.end_ns
+    for v in sorted(swapped, key=lambda v: -graph.first_need[v]):
+        took_ns = link.in_ns(graph.nodes[graph.saved[v]].nbytes)
+        done_ns = min(start_ns, graph.need_ns[graph.first_need[v]])
+        start_ns = done_ns - int(took_ns * EARLY)
+        at = max(0, bisect_right(graph.need_ns, start_ns) - 1)
+        prefetch.setdefault(at, []).insert(0, v)
+    late_ns = max(0, graph.need_ns[0] - start_ns) if swapped else 0
+    return {at: tuple(orders) for at, orders in prefetch.items()}, late_ns
+
+
+def forecast(graph: StepGraph, actions: Sequence[Action], link: Link) -> Forecast:
+    """Walk backward under `actions`, one for each saved storage."""
+    return _Walk(graph, actions, link).run()
+
+
+class _Walk:
+    def __init__(self, graph: StepGraph, actions: Sequence[Action], link: Link) -> None:
+        self.graph, self.actions, self.link = graph, actions, link
+        self.available = [node.rooted for node in graph.nodes]
+        self.resident = 0
+        self.present = [False] * len(graph.saved)
+        self.back_at = [-1] * len(graph.saved)
+        self.replay_ns = 0
+        self.at = 0
+        self.most = 0
+
+    def run(self) -> Forecast:
+        graph = self.graph
+        for v, node in enumerate(graph.saved):
+            if self.actions[v] is Action.KEEP:
+                self._bring(v, node)
+        prefetch, late_ns = schedule_copies_back(graph, self.actions, self.link)
+        leaving = self._leaving()
+        released: dict[int, list[int]] = {}
+        for v, before in enumerate(graph.release):
+            released.setdefault(before, []).append(v)
+        resident: list[int] = []
+        for position, v in enumerate(graph.needs):
+            self.at = position
+            for gone in released.get(position, ()):
+                self._release(gone)
+            self.most = self.resident
+            for coming in prefetch.get(position, ()):
+                self._bring(coming, graph.saved[coming])
+            if not self.available[graph.saved[v]]:
+                self._replay(graph.saved[v])
+            resident.append(self.most + leaving.get(position, 0))
+        swap_bytes = sum(
+            graph.nodes[node].nbytes for v, node in enumerate(graph.saved) if self.actions[v] is Action.SWAP
+        )
+        busy_ns = self.link.out_ns(swap_bytes) + self.link.in_ns(swap_bytes)
+        stall_ns = late_ns + int(busy_ns * self.link.interference)
+        return Forecast(tuple(resident), tuple(self.back_at), prefetch, self.replay_ns, stall_ns, swap_bytes)
+
+    def _leaving(self) -> dict[int, int]:
+        """Bytes still on their way out at each position: a copy out may not have ended when backward begins."""
+        leaving: dict[int, int] = {}
+        free_ns = 0
+        for v, node in enumerate(self.graph.saved):
+            if self.actions[v] is not Action.SWAP:
+                continue
+            nbytes = self.graph.nodes[node].nbytes
+            free_ns = max(free_ns, self.graph.save_ns[v]) + self.link.out_ns(nbytes)
+            for position, at_ns in enumerate(self.graph.need_ns):
+                if at_ns >= free_ns:
+                    break
+                leaving[position] = leaving.get(position, 0) + nbytes
+        return leaving
+
+    def _bring(self, v: int, node: int) -> None:
+        self.available[node] = True
+        if not self.present[v]:
+            self.present[v] = True
+            self.back_at[v] = self.at
+            self._add(self.graph.nodes[node].nbytes)
+
+    def _release(self, v: int) -> None:
+        if self.present[v]:
+            self.present[v] = False
+            self.resident -= self.graph.nodes[self.graph.saved[v]].nbytes
+
+    def _add(self, nbytes: int) -> None:
+        self.resident += nbytes
+        self.most = max(self.most, self.resident)
+
+    def _replay(self, target: int) -> None:
+        """Replay the missing chain of `target`; its products stay where a later need will ask for them."""
+        graph = self.graph
+        chain = self._missing(target)
+        uses: dict[int, int] = {}
+        for op in chain:
+            for node in graph.ops[op].inputs:
+                uses[node] = uses.get(node, 0) + 1
+        temporary: set[int] = set()
+        for op in chain:
+            self.replay_ns += graph.ops[op].cost_ns
+            for node in graph.ops[op].outputs:
+                if self.available[node]:
+                    continue
+                order = graph.nodes[node].order
+                if order >= 0 and graph.release[order] > self.at:
+                    self._bring(order, node)
+                elif node in uses or node == target:
+                    self.available[node] = True
+                    temporary.add(node)
+                    self._add(graph.nodes[node].nbytes)
+            for node in graph.ops[op].inputs:
+                uses[node] -= 1
+                if not uses[node] and node in temporary:
+                    temporary.discard(node)
+                    self.available[node] = False
+                    self.resident -= graph.nodes[node].nbytes
+        for node in temporary:
+            self.available[node] = False
+            self.resident -= graph.nodes[node].nbytes
+
+    def _missing(self, target: int) -> list[int]:
+        """Ops to replay for `target`; a swapped ancestor is copied back at once instead."""
+        graph = self.graph
+        chain: set[int] = set()
+        todo = [target]
+        while todo:
+            node = graph.nodes[todo.pop()]
+            if node.order >= 0 and self.actions[node.order] is Action.SWAP:
+                self._bring(node.order, graph.saved[node.order])
+                continue
+            if node.op is None or node.op in chain:
+                continue
+            chain.add(node.op)
+            todo += [source for source in graph.ops[node.op].inputs if not self.available[source]]
+        return sorted(chain)

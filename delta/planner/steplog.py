@@ -1,0 +1,137 @@
+"""What one step did, as the planner sees it, and the plan it gives back.
+
+A `StepLog` is written while the step runs: ops, saves, needs, and releases, each with the *net* time at which it
+happened (Delta's own stalls and replays taken out). `StepGraph` is the same step with storages numbered by the order of
+their first save, which is what stays the same from step to step.
+
+Positions: backward is the sequence of needs (unpacks); position p is the p-th need. `release[v] == p` says that the last
+handle on v died before need p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from delta.types import Action, Kind, OpInfo
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Events of one step, record ids as the ledger gave them."""
+
+    ops: list[OpInfo] = field(default_factory=list)
+    saves: list[int] = field(default_factory=list)  # records in the order of their first save
+    save_ns: list[int] = field(default_factory=list)
+    signatures: list[int] = field(default_factory=list)  # one for every pack, repeated saves included
+    needs: list[tuple[int, int]] = field(default_factory=list)  # (save order, net time)
+    releases: list[tuple[int, int]] = field(default_factory=list)  # (save order, number of needs before)
+    nbytes: dict[int, int] = field(default_factory=dict)
+    kinds: dict[int, Kind] = field(default_factory=dict)
+    end_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A storage of the step. `order` is that of its first save, or -1; `nbytes` is 0 for what is never counted."""
+
+    nbytes: int
+    order: int
+    op: int | None  # index into StepGraph.ops
+    rooted: bool  # always there: parameters, buffers, what the caller holds
+    evictable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """One step in step-independent numbers. `nodes` and `ops` index each other."""
+
+    nodes: tuple[Node, ...]
+    ops: tuple[OpInfo, ...]  # ids, inputs and outputs renumbered to indices
+    saved: tuple[int, ...]  # node of each save order
+    save_ns: tuple[int, ...]
+    needs: tuple[int, ...]  # save order of each need
+    need_ns: tuple[int, ...]
+    first_need: tuple[int, ...]  # by save order; len(needs) if never needed
+    release: tuple[int, ...]  # by save order
+    end_ns: int
+
+    @property
+    def unevicted_bytes(self) -> int:
+        """Bytes of all saved storages together: the peak of a step whose forward ends before its backward begins."""
+        return sum(self.nodes[node].nbytes for node in self.saved)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do with each saved storage of the next step, by the order of its first save."""
+
+    actions: tuple[Action, ...]
+    prefetch: dict[int, tuple[int, ...]]  # need position -> save orders whose copy back starts there
+    next_needs: tuple[tuple[int, ...], ...]  # by save order: positions of its needs
+    need_ns: tuple[int, ...]
+    peak_bytes: int
+    replay_ns: int
+    swap_bytes: int
+
+    @property
+    def recomputes(self) -> bool:
+        return Action.RECOMPUTE in self.actions
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing at all is to be done."""
+        return all(action is Action.KEEP for action in self.actions)
+
+
+def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
+    """Renumber a log. Storages under `min_bytes` are counted but never evicted."""
+    order = {record: index for index, record in enumerate(log.saves)}
+    index: dict[int, int] = {}
+    producer: dict[int, int] = {}
+    for position, op in enumerate(log.ops):
+        for record in op.inputs:
+            index.setdefault(record, len(index))
+        for record in op.outputs:
+            index.setdefault(record, len(index))
+            producer[record] = position
+    for record in log.saves:
+        index.setdefault(record, len(index))
+    nodes = tuple(
+        Node(
+            log.nbytes[record] if log.kinds[record] is not Kind.PARAMETER else 0,
+            order.get(record, -1),
+            producer.get(record),
+            log.kinds[record] is not Kind.ACTIVATION,
+            log.kinds[record] is Kind.ACTIVATION and log.nbytes[record] >= min_bytes,
+        )
+        for record in index
+    )
+    ops = tuple(
+        OpInfo(
+            position,
+            op.name,
+            tuple(index[record] for record in op.inputs),
+            tuple(index[record] for record in op.outputs),
+            op.cost_ns,
+            op.replayable,
+            tuple(index[record] for record in op.overwrites),
+        )
+        for position, op in enumerate(log.ops)
+    )
+    positions = len(log.needs)
+    first_need, release = [positions] * len(log.saves), [positions] * len(log.saves)
+    for position, (saved, _) in reversed(list(enumerate(log.needs))):
+        first_need[saved] = position
+    for saved, before in log.releases:
+        release[saved] = before
+    return StepGraph(
+        nodes,
+        ops,
+        tuple(index[record] for record in log.saves),
+        tuple(log.save_ns),
+        tuple(saved for saved, _ in log.needs),
+        tuple(at_ns for _, at_ns in log.needs),
+        tuple(first_need),
+        tuple(release),
+        log.end_ns,
+    )

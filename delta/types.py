@@ -1,0 +1,128 @@
+"""The words every part of Delta shares: records, ops, actions, instructions.
+
+Everything here is a plain value. A *record* stands for one version of one storage (rule 1 of the design: count and
+move storages, not tensors); an *op* is one aten call that made records out of other records. Ids are integers, so the
+same decisions run on a real device and in a simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Action(StrEnum):
+    """What becomes of a saved storage when room is needed."""
+
+    KEEP = "keep"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+class Kind(StrEnum):
+    """Where a record's bytes come from, which decides whether they count and whether they may be evicted."""
+
+    ACTIVATION = "activation"
+    SOURCE = "source"  # seen first as an input: the caller made it and most likely still holds it
+    PARAMETER = "parameter"  # parameters and buffers: never counted, never evicted
+
+
+class Mode(StrEnum):
+    """How a step is run (design, section 5)."""
+
+    OBSERVE = "observe"
+    IDLE = "idle"
+    PLANNED = "planned"
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """One recorded op. `inputs` and `outputs` are record ids; `cost_ns` is its own run time."""
+
+    id: int
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    cost_ns: int
+    replayable: bool
+    overwrites: tuple[int, ...] = ()  # inputs whose storage the op writes in place: a replay works on a copy
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Measured speed of the way to the host tier, each direction on its own.
+
+    `interference` is the share of a copy's time that is taken from compute: near 0 where copy engines do the work
+    (CUDA), more where an I/O thread shares the cores with the ops (CPU).
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    interference: float = 0.0
+
+    def out_ns(self, nbytes: int) -> int:
+        return int(nbytes * 1e9 / self.out_bytes_per_s)
+
+    def in_ns(self, nbytes: int) -> int:
+        return int(nbytes * 1e9 / self.in_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Take a reference of Delta's own to the storage."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let go of the device copy; the recipe, or the host copy that is whole already, brings it back."""
+
+    record: int
+    action: Action = Action.RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Begin the copy to the host; the device copy goes when it is complete. `wait`: its room is needed now."""
+
+    record: int
+    wait: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Begin the copy back."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitOut:
+    """Block until a running copy out is complete: its room is needed now."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let go of the device copy: nothing needs it on the device any more."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preserve:
+    """Clone the storage before an op overwrites it: a dropped record's recipe still reads this version."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Nobody can ask for the record any more: its host block and recipe go."""
+
+    record: int
+
+
+Instruction = Hold | Drop | SwapOut | SwapIn | AwaitOut | Release | Preserve | Forget

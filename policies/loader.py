@@ -1,0 +1,180 @@
+"""Reads policies: a shipped name or a path, with overrides, to a validated `delta.config.Policy`.
+
+Every failure is a `PolicyError` that names the file, the key, the value given and what is allowed.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from delta.config import Policy
+from delta.errors import PolicyError
+
+DEFAULT = "delta"
+_SUFFIX = ".yaml"
+
+
+def names() -> list[str]:
+    """Names of the shipped policies, the default one first."""
+    found = [entry.name for entry in files("delta.policies").iterdir() if entry.name.endswith(_SUFFIX)]
+    return sorted((name.removesuffix(_SUFFIX) for name in found), key=lambda name: (name != DEFAULT, name))
+
+
+def load(name_or_path: str | os.PathLike[str], overrides: Mapping[str, object] | None = None) -> Policy:
+    """The policy of a shipped name (``"delta"``) or of a YAML file (``"my/policy.yaml"``), validated.
+
+    ``overrides`` replaces single values after reading, by dotted key: ``{"filter.min_bytes": 0}``. Raises
+    `PolicyError`.
+    """
+    where, text = _read(name_or_path)
+    values = _parse(where, text)
+    for key, value in (overrides or {}).items():
+        _override(values, key, value)
+    changed = f" with overrides {dict(overrides)}" if overrides else ""
+    try:
+        return Policy.model_validate(values)
+    except ValidationError as error:
+        raise PolicyError(_explain(error, where + changed)) from None
+
+
+def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str]:
+    """What to call the policy in messages, and its text."""
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise PolicyError(f"policy={name_or_path!r}: give a name ({', '.join(names())}) or a path to a YAML file.")
+    given = os.fspath(name_or_path)
+    if isinstance(name_or_path, str) and not _looks_like_path(given):
+        if given not in names():
+            raise PolicyError(
+                f"policy={given!r}: no policy of that name is shipped.{_did_you_mean(given, names())} "
+                f"Give one of {', '.join(names())}, or a path to a YAML file (with its .yaml or a directory)."
+            )
+        where, data = given + _SUFFIX, (files("delta.policies") / (given + _SUFFIX)).read_bytes()
+    else:
+        where, data = given, _read_file(Path(given))
+    try:
+        return where, data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PolicyError(f"{where}: not UTF-8 text (byte {error.start}). Save the file as UTF-8.") from None
+
+
+def _looks_like_path(given: str) -> bool:
+    return given.endswith((_SUFFIX, ".yml")) or os.sep in given or bool(os.altsep and os.altsep in given)
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        shipped = ", ".join(names())
+        raise PolicyError(f"policy={str(path)!r}: cannot read this file: {why}. Shipped: {shipped}.") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML, but a key given twice in one mapping is an error: YAML itself lets the last one win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As the base class, after looking for duplicates."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            problem = ""
+            if not isinstance(key, yaml.ScalarNode):
+                problem = "a key must be a word"
+            elif key.value in seen:
+                problem = f"the key {key.value!r} is given twice: keep one"
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(where: str, text: str) -> dict[str, Any]:
+    """The file's mapping, unchecked but for YAML itself."""
+    try:
+        values = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise PolicyError(f"{where}{line}: {error.problem or 'not valid YAML'}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
+        raise PolicyError(f"{where}: not valid YAML: {str(error).splitlines()[0]}.") from None
+    if not isinstance(values, dict):
+        kind = "nothing" if values is None else f"a {type(values).__name__}"
+        keys = ", ".join(Policy.model_fields)
+        raise PolicyError(f"{where}: holds {kind}, a policy is a mapping with the keys {keys}.")
+    return values
+
+
+def _override(values: dict[str, Any], key: str, value: object) -> None:
+    """Put ``value`` at the dotted ``key``; sections the file leaves out are made."""
+    allowed = list(_keys(Policy))
+    if key not in allowed:
+        raise PolicyError(f"override {key!r}: unknown key.{_did_you_mean(key, allowed)} Allowed: {', '.join(allowed)}.")
+    *sections, last = str(key).split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            return  # the file has something else than a section there: validation says so, and better
+        values = inner
+    values[last] = value
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all values of a model: ``filter.score``, ``filter.min_bytes``, …"""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _did_you_mean(given: object, allowed: list[str]) -> str:
+    close = get_close_matches(str(given), allowed, n=1)
+    if not close:  # "min_bytes" for "filter.min_bytes"
+        close = [name for name in allowed if name.endswith(f".{given}")][:1]
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    """One line for each mistake."""
+    return "\n".join(f"{where}: {_explain_one(dict(details))}" for details in error.errors(include_url=False))
+
+
+def _explain_one(details: dict[str, Any]) -> str:
+    loc = [str(part) for part in details["loc"]]
+    key = ".".join(loc)
+    match details["type"]:
+        case "extra_forbidden":
+            allowed = _siblings(loc)
+            hint = _did_you_mean(loc[-1], allowed)
+            return f"{key}={details['input']!r}: unknown key.{hint} Allowed: {', '.join(allowed)}."
+        case "missing":
+            return f"{key}: this key is missing, and has no default."
+        case "value_error":
+            inner = details["ctx"]["error"]
+            # A size's own message begins with the last part of the key.
+            prefix = ".".join(loc[:-1]) + "." if isinstance(inner, PolicyError) else f"{key}: " if key else ""
+            return f"{prefix.removeprefix('.')}{inner}"
+        case "model_type" | "model_attributes_type":
+            return f"{key}={details['input']!r}: must be a section with the keys {', '.join(_siblings([*loc, '']))}."
+        case _:
+            message = details["msg"]
+            return f"{key}={details['input']!r}: {message[0].lower()}{message[1:]}."
+
+
+def _siblings(loc: list[str]) -> list[str]:
+    """The keys that are allowed beside the last one of ``loc``."""
+    model: type[BaseModel] = Policy
+    for part in loc[:-1]:
+        if part.isdigit():  # an index in `rules`
+            continue
+        annotation: Any = model.model_fields[part].annotation
+        if not isinstance(annotation, type):
+            annotation = annotation.__args__[0]
+        model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,582 @@
+"""Carries out what the engine decides, on real storages.
+
+`Core` owns the engine, the device, one `Slot` per record and the lock that serialises events. Hooks, recorder, daemon and
+weak-reference callbacks may come in from any thread: calls that may be interrupted anywhere (a storage or a handle dies)
+only leave a note in the inbox, which is emptied at the next safe point. A session's handles keep the core alive, so
+backward works after the block has ended.
+
+It decides nothing: what to evict, when and how is the engine's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from delta.engine import Engine
+from delta.errors import DeltaError, HostFullError, SwapError
+from delta.ledger import Host
+from delta.runtime.device.base import Device, HostBlock, Ticket
+from delta.runtime.persistent import Persistent
+from delta.runtime.recompute import Recipe, replay
+from delta.timeline import Timeline
+from delta.types import (
+    Action,
+    AwaitOut,
+    Drop,
+    Forget,
+    Hold,
+    Instruction,
+    Kind,
+    OpInfo,
+    Preserve,
+    Release,
+    SwapIn,
+    SwapOut,
+)
+
+
+class StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """Weak reference to a storage that knows which record it belongs to."""
+
+    __slots__ = ("key", "record")
+    key: int
+    record: int
+
+
+class Slot:
+    """The mechanism's side of a record."""
+
+    __slots__ = ("block", "coming", "going", "recipe", "ref", "storage")
+
+    def __init__(self, ref: StorageRef | None) -> None:
+        self.ref = ref
+        self.storage: torch.UntypedStorage | None = None  # Delta's own reference, while the record is held
+        self.block: HostBlock | None = None
+        self.going: Ticket | None = None
+        self.coming: Ticket | None = None
+        self.recipe: Recipe | None = None
+
+    def alive(self) -> torch.UntypedStorage | None:
+        """The storage, if anybody still has it."""
+        if self.storage is not None:
+            return self.storage
+        storage: torch.UntypedStorage | None = self.ref() if self.ref is not None else None
+        return storage
+
+
+class Core:
+    """One session's mechanism. Use `entered()` around everything that reports events."""
+
+    def __init__(self, engine: Engine, device: Device, persistent: Persistent, timeline: Timeline) -> None:
+        self.engine = engine
+        self.device = device
+        self.persistent = persistent
+        self.timeline = timeline
+        self.clock = device.clock()
+        self.slots: dict[int, Slot] = {}
+        self.recompute_ns = 0
+        self.stall_ns = 0
+        self.overhead_ns = 0
+        self.oom_rescues = 0
+        self.peak_device_bytes = 0
+        self.module = ""  # qualified name of the module now running, where the session knows it
+        self.at_pack: Callable[[], None] = lambda: None  # turns the recorder on and off
+        self.closing = False
+        self._ids = itertools.count()
+        self._records: dict[int, int] = {}  # storage identity -> record
+        self._inbox: deque[tuple[Literal["gone", "unsaved"], int]] = deque()
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._owner = 0
+        self._entered_ns = 0
+        self._excluded_ns = 0
+        self._going: list[int] = []
+        self._coming: list[int] = []
+        self._step_began_ns = 0
+        self._other_bytes = [0, 0]  # largest in the step before and in this one
+        self._warned = 0
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    # -- entering -------------------------------------------------------------------------------------------------
+    def entered(self) -> Core:
+        return self
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            self._owner = threading.get_ident()
+            self._entered_ns = time.perf_counter_ns()
+            self._excluded_ns = 0
+            self._drain()
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            if self._depth == 1:
+                self._drain()
+                self.overhead_ns += time.perf_counter_ns() - self._entered_ns - self._excluded_ns
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._owner = 0
+            self._lock.release()
+
+    def inside(self) -> bool:
+        """Whether the calling thread is in here: the ops it runs are Delta's own."""
+        return self._owner == threading.get_ident()
+
+    def handle_died(self, record: int) -> None:
+        """Called by a dying handle, from anywhere: never raises, never waits."""
+        self._inbox.append(("unsaved", record))
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._depth == 0:
+                    with self:
+                        pass
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        """Take in what happened at times when the engine could not be told, and transfers that have ended."""
+        if self._going or self._coming:
+            self._poll()
+        while self._inbox:
+            what, record = self._inbox.popleft()
+            if what == "gone":
+                self._run(self.engine.storage_gone(record))
+            else:
+                self._run(self.engine.unsaved(record, time.perf_counter_ns()))
+                self._step_ended()
+        if self.closing and self.engine.ledger.handles == 0:
+            self._finish()
+
+    # -- records --------------------------------------------------------------------------------------------------
+    def known(self, tensor: Tensor) -> int | None:
+        """The record of a tensor's storage, if there is one."""
+        return self._records.get(tensor.untyped_storage()._cdata)
+
+    def record_of(self, tensor: Tensor) -> int | None:
+        """The record of an op's input; one seen for the first time is a source or a parameter.
+
+        None for a small view of a big storage: a recipe would have to hold all of it (rule 1).
+        """
+        record = self.known(tensor)
+        if record is not None:
+            return record
+        if self.persistent.holds(tensor):
+            return self.create(tensor, Kind.PARAMETER)
+        if tensor.device != self.device.torch_device:
+            return None
+        if 2 * tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
+            return None
+        return self.create(tensor, Kind.SOURCE)
+
+    def create(self, tensor: Tensor, kind: Kind) -> int:
+        """A record for a storage seen for the first time, or for the new version of one."""
+        storage = tensor.untyped_storage()
+        record = self.next_id()
+        self.slots[record] = Slot(self._track(storage, record))
+        self._run(self.engine.created(record, storage.nbytes(), kind, time.perf_counter_ns()))
+        return record
+
+    def recorded(self, op: OpInfo, recipe: Recipe | None) -> None:
+        for record in op.outputs:
+            self.slots[record].recipe = recipe
+        self.engine.op_ran(op, self.module)
+
+    def _track(self, storage: torch.UntypedStorage, record: int) -> StorageRef:
+        ref = StorageRef(storage, self._storage_died)
+        ref.key, ref.record = storage._cdata, record
+        self._records[ref.key] = record
+        return ref
+
+    def _storage_died(self, ref: StorageRef) -> None:
+        if self._records.get(ref.key) == ref.record:
+            del self._records[ref.key]
+        self._inbox.append(("gone", ref.record))
+
+    # -- writes in place ------------------------------------------------------------------------------------------
+    def before_overwrite(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Storages about to be written; returns the records whose old version was saved from it."""
+        preserved = set()
+        for tensor in tensors:
+            record = self.known(tensor)
+            if record is None or record in preserved:
+                continue
+            for instruction in self.engine.before_overwrite(record, time.perf_counter_ns()):
+                self._run([instruction])
+                if isinstance(instruction, Preserve):
+                    preserved.add(record)
+        return preserved
+
+    def overwritten(self, tensors: Iterable[Tensor], preserved: set[int]) -> dict[int, int]:
+        """Storages were written: each becomes a new record. Returns old -> new."""
+        versions: dict[int, int] = {}
+        for tensor in tensors:
+            old = self._records.get(tensor.untyped_storage()._cdata)
+            if old is None or old in versions or old in versions.values():
+                continue
+            rec = self.engine.ledger[old]
+            if not rec.users and not rec.handles and rec.op is None:
+                continue  # no recipe reads or makes the old version: the record can go on as it is
+            kind = Kind.PARAMETER if self.persistent.holds(tensor) else Kind.ACTIVATION
+            new = self.create(tensor, kind)
+            versions[old] = new
+            if old not in preserved:
+                self.slots[old].ref = None
+            self._run(self.engine.overwritten(old, new, old in preserved, time.perf_counter_ns()))
+        return versions
+
+    # -- saving and bringing back -----------------------------------------------------------------------------------
+    def saved(self, tensor: Tensor, signature: int) -> int:
+        """Autograd saved a tensor; returns its record."""
+        record = self.known(tensor)
+        if record is None:
+            record = self.create(tensor, Kind.ACTIVATION)
+        if not self.engine.learner.in_step:
+            self._step_began_ns = time.perf_counter_ns()
+        self._measure()
+        self._run(self.engine.saved(record, signature, time.perf_counter_ns()))
+        nbytes = self.engine.ledger[record].nbytes
+        self._emit("saved", record=record, nbytes=nbytes)
+        return record
+
+    def fetch(self, handle: int) -> torch.UntypedStorage:
+        """The storage a handle stands for, brought back if need be and ready for the current stream."""
+        self._run(self.engine.need(handle, time.perf_counter_ns()))
+        try:
+            record = self.engine.ledger.resolve(handle)
+            if not self.engine.ledger[record].held:
+                self._replay_chain(record)
+            return self._ready(record)
+        finally:
+            self._run(self.engine.served(handle, time.perf_counter_ns()))
+            self._measure()
+
+    def _ready(self, record: int) -> torch.UntypedStorage:
+        slot = self.slots[record]
+        if slot.coming is not None:
+            self._await_in(record)
+        storage = slot.alive()
+        if storage is None:
+            raise DeltaError(f"record {record} was not brought back: this is a defect in Delta, please report it")
+        return storage
+
+    def _replay_chain(self, record: int) -> None:
+        chain = self.engine.replay_order(record)
+        done = 0
+        try:
+            for op in chain:
+                self._replay(op)
+                done += 1
+        finally:
+            if done < len(chain):
+                self.engine.replay_failed(chain[done:])
+
+    def _replay(self, op: OpInfo) -> None:
+        self._run(self.engine.before_replay(op, time.perf_counter_ns()))
+        for source in op.inputs:
+            self._ready(source)
+        wanted = self.engine.made_again(op)
+        stolen = self.engine.stealable(op)
+        recipe = next(slot.recipe for r in op.outputs if (slot := self.slots.get(r)) is not None and slot.recipe)
+        began_ns = time.perf_counter_ns()
+        storages = self._compute(recipe, stolen)
+        ended_ns = time.perf_counter_ns()
+        for made in wanted:
+            slot = self.slots[made]
+            slot.storage = storages[made]
+            slot.ref = self._track(storages[made], made)
+        for source in stolen:
+            self.slots[source].ref = None
+        self._run(self.engine.replayed(op, wanted, time.perf_counter_ns()))
+        for source in stolen:
+            self._run(self.engine.storage_gone(source))
+        self._spent(ended_ns - began_ns)
+        self.recompute_ns += ended_ns - began_ns
+        nbytes = sum(product.nbytes for product in recipe.products if product.record in wanted)
+        self._emit("recomputed", record=op.outputs[0], nbytes=nbytes, op=op.name, start_ns=began_ns, end_ns=ended_ns)
+
+    def _compute(self, recipe: Recipe, stolen: frozenset[int]) -> dict[int, torch.UntypedStorage]:
+        return replay(recipe, self._ready, stolen)
+
+    def rescued(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the user's op; out of device memory, evict all that can go and run it once more (rule 13)."""
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            with self:
+                self.oom_rescues += 1
+                self._run(self.engine.rescue(time.perf_counter_ns()))
+                self.device.trim()
+        return func(*args, **kwargs)
+
+    # -- instructions ---------------------------------------------------------------------------------------------
+    def _run(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Hold(record):
+                    self.slots[record].storage = self.slots[record].alive()
+                case Drop(record, action):
+                    self._let_go(record)
+                    self._emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
+                case Release(record):
+                    self._let_go(record)
+                    self._emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
+                case SwapOut(record, wait):
+                    self._swap_out(record, wait)
+                case SwapIn(record):
+                    self._swap_in(record)
+                case AwaitOut(record):
+                    self._await_out(record)
+                case Preserve(record):
+                    self._preserve(record)
+                case Forget(record):
+                    self._forget(record)
+
+    def _let_go(self, record: int) -> None:
+        slot = self.slots[record]
+        if slot.storage is not None:
+            self.device.release(slot.storage)
+            slot.storage = None
+
+    def _preserve(self, record: int) -> None:
+        slot = self.slots[record]
+        storage = slot.alive()
+        assert storage is not None
+        slot.storage = storage.clone()
+        kept = self._records.get(storage._cdata)
+        slot.ref = self._track(slot.storage, record)
+        if kept is not None:
+            self._records[storage._cdata] = kept  # the new version is looked up through the old storage
+
+    def _forget(self, record: int) -> None:
+        slot = self.slots.pop(record)
+        if slot.block is not None:
+            self.device.free(slot.block)
+            self.engine.host_room()
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+    def _swap_out(self, record: int, wait: bool) -> None:
+        slot = self.slots[record]
+        assert slot.storage is not None
+        try:
+            slot.going = self.device.copy_out(slot.storage)
+        except HostFullError:
+            self._run(self.engine.copy_out_failed(record, host_full=True))
+            return
+        except SwapError:
+            self._run(self.engine.copy_out_failed(record, host_full=False))
+            return
+        self._going.append(record)
+        if wait:
+            self._await_out(record)
+
+    def _await_out(self, record: int) -> None:
+        ticket = self.slots[record].going if record in self.slots else None
+        if ticket is None:
+            return
+        began_ns = time.perf_counter_ns()
+        failed: SwapError | None = None
+        try:
+            self.device.wait(ticket)
+        except SwapError as error:
+            failed = error
+        self._waited(record, began_ns, "copy out")
+        self._out_ended(record, failed)
+
+    def _out_ended(self, record: int, failed: SwapError | None) -> None:
+        slot = self.slots[record]
+        ticket, slot.going = slot.going, None
+        self._going.remove(record)
+        assert ticket is not None
+        if failed is not None:
+            self._run(self.engine.copy_out_failed(record, isinstance(failed, HostFullError)))
+            return
+        slot.block = ticket.block
+        self._copied(record, ticket)
+        self._run(self.engine.copied_out(record))
+
+    def _swap_in(self, record: int) -> None:
+        slot = self.slots[record]
+        assert slot.block is not None
+        try:
+            slot.coming = self.device.copy_in(slot.block)
+        except (SwapError, torch.OutOfMemoryError):
+            self.engine.copy_in_failed(record)
+            raise
+        slot.storage = slot.coming.storage
+        assert slot.storage is not None
+        slot.ref = self._track(slot.storage, record)
+        self._coming.append(record)
+
+    def _await_in(self, record: int) -> None:
+        slot = self.slots[record]
+        assert slot.coming is not None
+        began_ns = time.perf_counter_ns()
+        try:
+            self.device.wait(slot.coming)
+        except SwapError:
+            self._in_failed(record)
+            self._retry_in(record)
+        self._waited(record, began_ns, "copy in")
+        self._in_ended(record)
+
+    def _retry_in(self, record: int) -> None:
+        """The host copy is whole still: one more try before training has to stop."""
+        self._run([self.engine.swap_in_again(record, time.perf_counter_ns())])
+        slot = self.slots[record]
+        assert slot.coming is not None
+        try:
+            self.device.wait(slot.coming)
+        except SwapError:
+            self._in_failed(record)
+            raise
+
+    def _in_failed(self, record: int) -> None:
+        slot = self.slots[record]
+        self._coming.remove(record)
+        slot.coming = slot.storage = slot.ref = None
+        self.engine.copy_in_failed(record)
+
+    def _in_ended(self, record: int) -> None:
+        slot = self.slots[record]
+        ticket, slot.coming = slot.coming, None
+        self._coming.remove(record)
+        assert ticket is not None
+        self._copied(record, ticket)
+        self._run(self.engine.copied_in(record))
+
+    def _poll(self) -> None:
+        for record in list(self._going):
+            slot = self.slots.get(record)
+            if slot is None or slot.going is None:
+                continue
+            try:
+                if self.device.ready(slot.going):
+                    self._out_ended(record, None)
+            except SwapError as error:
+                self._out_ended(record, error)
+        for record in list(self._coming):
+            slot = self.slots.get(record)
+            if slot is None or slot.coming is None:
+                continue
+            try:
+                if self.device.ready(slot.coming):
+                    self._in_ended(record)
+            except SwapError:
+                self._in_failed(record)
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+    def _spent(self, ns: int) -> None:
+        """Time that is not Delta's own overhead and not the step's own work."""
+        self._excluded_ns += ns
+        self.engine.lost(ns)
+
+    def _waited(self, record: int, began_ns: int, why: str) -> None:
+        ended_ns = time.perf_counter_ns()
+        self.stall_ns += ended_ns - began_ns
+        self._spent(ended_ns - began_ns)
+        self._emit("waited", record=record, start_ns=began_ns, end_ns=ended_ns, why=why)
+
+    def _copied(self, record: int, ticket: Ticket) -> None:
+        ended_ns = ticket.finished_ns or time.perf_counter_ns()
+        self._emit(
+            "copied",
+            record=record,
+            nbytes=ticket.nbytes,
+            direction=ticket.direction,
+            start_ns=ticket.started_ns,
+            end_ns=ended_ns,
+        )
+
+    def _measure(self) -> None:
+        """Follow what the process uses besides counted activations, for a budget on the whole device."""
+        budget = self.engine.budget
+        if budget.device_bytes is None:
+            return
+        used = self.device.used_bytes()
+        self.peak_device_bytes = max(self.peak_device_bytes, used)
+        other = max(0, used - self.engine.ledger.resident_bytes)
+        self._other_bytes[1] = max(self._other_bytes[1], other)
+        budget.other_bytes = max(self._other_bytes)
+
+    def _step_ended(self) -> None:
+        finished = self.engine.finished_steps
+        if not finished:
+            return
+        ended_ns = time.perf_counter_ns()
+        for slot in self.slots.values():
+            slot.recipe = None
+        for step in finished:
+            self._emit(
+                "step",
+                index=step.index,
+                mode=str(step.mode),
+                start_ns=self._step_began_ns,
+                end_ns=ended_ns,
+                peak_bytes=step.peak_bytes,
+                unevicted_peak_bytes=step.unevicted_peak_bytes,
+            )
+        finished.clear()
+        self._other_bytes = [self._other_bytes[1], 0]
+        self.timeline.flush()
+
+    def sample(self) -> None:
+        """One point of the memory timeline; also keeps the device's peak."""
+        with self:
+            used = self.device.used_bytes()
+            self.peak_device_bytes = max(self.peak_device_bytes, used)
+            ledger = self.engine.ledger
+            self._emit(
+                "memory",
+                resident_bytes=ledger.resident_bytes,
+                unevicted_bytes=ledger.unevicted_bytes,
+                device_bytes=used,
+                host_bytes=self.device.host_bytes(),
+                limit_bytes=self.engine.limit_bytes,
+            )
+
+    def _emit(self, ev: str, **fields: Any) -> None:
+        self.timeline.emit(ev, time.perf_counter_ns(), **fields)
+
+    def raise_warnings(self) -> None:
+        """Tell the user what the engine wants to warn of. Only from the user's own calls: a warning may be an error."""
+        told = self.engine.totals.warnings
+        while self._warned < len(told):
+            self._warned += 1
+            warnings.warn(told[self._warned - 1], RuntimeWarning, stacklevel=2)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """The block has ended: no thread stays. What handles still need stays until the last of them dies."""
+        self.device.stop()
+        self.closing = True
+        with self:
+            pass
+
+    def _finish(self) -> None:
+        """No handle is left after the block has ended: give everything back."""
+        self.closing = False
+        for slot in self.slots.values():
+            slot.storage = slot.ref = slot.recipe = None
+            if slot.block is not None:
+                self.device.free(slot.block)
+        self.slots.clear()
+        self._records.clear()
+        self._going.clear()
+        self._coming.clear()
+        self.device.close()
+        self.timeline.close()

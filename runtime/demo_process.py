@@ -1,0 +1,69 @@
+"""`WorkerProcess`: a `demo_worker` process seen from the demo, one JSON line out, one back."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Self
+
+from delta.errors import DeltaError
+from delta.runtime.demo_worker import Spec
+
+_MODULE = "delta.runtime.demo_worker"
+_GOODBYE_S = 10.0
+
+
+class WorkerProcess:
+    """Starts at construction; leaving the ``with`` block ends it, whatever happened."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._mode = spec.mode
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
+        self._send(asdict(spec))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.close()  # the end of its lines: a worker that waits ends by itself
+            self._process.wait(0 if exc[0] else _GOODBYE_S)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def wait_ready(self) -> None:
+        """Wait for the answer to the spec. Raises DeltaError if the worker refused it."""
+        self._answer()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one request and wait for its answer. Raises DeltaError with the worker's own text, or if it died."""
+        self._send(request)
+        return self._answer()
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._died()
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise DeltaError(answer["error"])
+        return answer
+
+    def _died(self) -> DeltaError:
+        code = self._process.wait(_GOODBYE_S)
+        why = "killed, most likely for want of memory; try a smaller --batch" if code == -9 else "its error is above"
+        return DeltaError(f"the {self._mode} process of the demo ended with exit code {code}: {why}")

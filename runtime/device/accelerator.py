@@ -1,0 +1,115 @@
+"""The narrow seam between `delta.runtime.device.cuda` and the card: streams, events, memory. Tests put a simulated
+card behind it.
+
+Never run on a GPU so far.
+"""
+
+from typing import Protocol, cast
+
+import torch
+
+from delta.runtime import monitor
+from delta.runtime.host import SlabSource
+from delta.runtime.pinned import slab_source
+from delta.runtime.rawmem import as_bytes
+
+
+class Event(Protocol):
+    """A place in a stream. `torch.cuda.Event` is one."""
+
+    def record(self, stream: "Stream") -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds."""
+        ...
+
+
+class Stream(Protocol):
+    """Work in order. `torch.cuda.Stream` is one."""
+
+    def wait_event(self, event: Event) -> None: ...
+
+
+class Accelerator(Protocol):
+    """One card."""
+
+    torch_device: torch.device
+
+    def new_stream(self) -> Stream: ...
+
+    def current_stream(self) -> Stream:
+        """The calling thread's stream for this card."""
+        ...
+
+    def new_event(self) -> Event: ...
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Enqueue a copy. One side is pinned host memory."""
+        ...
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory that the current stream may use from now on."""
+        ...
+
+    def share_with(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        """The storage will be used on a stream other than the one it was allocated on."""
+        ...
+
+    def allocated_bytes(self) -> int: ...
+
+    def total_bytes(self) -> int: ...
+
+    def empty_cache(self) -> None: ...
+
+    def limit(self, fraction: float) -> None:
+        """Let the allocator refuse to reserve more than this part of the card."""
+        ...
+
+    def slab_source(self) -> SlabSource: ...
+
+
+class CudaCard:
+    """A card seen through `torch.cuda`."""
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+
+    def new_stream(self) -> Stream:
+        return cast(Stream, torch.cuda.Stream(self.torch_device))
+
+    def current_stream(self) -> Stream:
+        return cast(Stream, torch.cuda.current_stream(self.torch_device))
+
+    def new_event(self) -> Event:
+        return cast(Event, torch.cuda.Event(enable_timing=True))
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+            to.copy_(source, non_blocking=True)
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        return torch.UntypedStorage(nbytes, device=self.torch_device)
+
+    def share_with(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        as_bytes(storage).record_stream(cast(torch.cuda.Stream, stream))
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    def empty_cache(self) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
+    def limit(self, fraction: float) -> None:
+        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+
+    def slab_source(self) -> SlabSource:
+        card = monitor.gpu(str(torch.cuda.get_device_properties(self.torch_device).uuid))
+        return slab_source(card.numa_node if card else None)

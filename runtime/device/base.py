@@ -1,0 +1,180 @@
+"""What every device offers: copies of whole storages to the host and back, each followed by a ticket.
+
+Failure contract (nothing is ever lost):
+
+- `Device.copy_out` raises HostFullError or SwapError with nothing changed, or returns a ticket. The ticket keeps the
+  source alive until the host copy is complete. If the copy fails, `ready` and `wait` raise, the source is untouched,
+  and the device has already given the host room back.
+- `Device.copy_in` leaves the host block as it is. If the copy fails, `ready` and `wait` raise, the destination is
+  dropped, and the copy may be asked for again.
+- Whoever asked for a copy out drops its own reference to the source only after `ready` returned True or `wait`
+  returned.
+- A block given to `Device.free` is dead for its owner; the room itself is reused only when no transfer reads or
+  writes it any more.
+
+Not covered: which storage to move and when. A device obeys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+
+from delta.errors import SwapError
+
+Direction = Literal["out", "in"]
+
+
+@dataclass(slots=True, eq=False)
+class HostBlock:
+    """Host room for one storage. ``place`` is where it is; the other fields belong to the device that made it."""
+
+    nbytes: int
+    place: Literal["file", "pinned", "memory"]
+    room: Any = None
+    complete: bool = False  # the copy out has ended well: the block can be read
+    writer: "Ticket | None" = field(default=None, repr=False)  # the copy out, while it is under way
+    pending: int = 0  # transfers that read or write the block
+    freed: bool = False
+
+    def unwanted(self) -> bool:
+        """Nobody will ever read what its copy out writes: it was given back, and no copy in was asked for before
+        that.
+        """
+        return self.freed and self.pending <= 1
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One transfer. ``storage`` is the source of a copy out until it has ended, or the new device storage of a copy
+    in.
+
+    ``started_ns`` is when the copying began (until then: when it was asked for), ``finished_ns`` when its end was
+    noticed, both on `time.perf_counter_ns`.
+    """
+
+    nbytes: int
+    direction: Direction
+    block: HostBlock
+    storage: torch.UntypedStorage | None
+    started_ns: int
+    finished_ns: int | None = None
+    failure: SwapError | None = None
+
+    def raise_failure(self) -> None:
+        """SwapError if the transfer failed. A new one each time: a kept traceback would keep the storages of its
+        frames alive.
+        """
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args)
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What the link to the host moves, each direction alone."""
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+
+
+class OpClock(Protocol):
+    """Times work on the device. ``start`` and ``stop`` never wait for it; marks and tokens mean nothing to anyone
+    else.
+    """
+
+    def start(self) -> Any: ...
+
+    def stop(self, mark: Any) -> Any: ...
+
+    def elapsed_ns(self, token: Any) -> int | None:
+        """Time between start and stop; None while the device has not got there yet."""
+        ...
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A device and its host tier. All methods may be called from any thread."""
+
+    kind: str
+    torch_device: torch.device
+
+    def capacity_bytes(self) -> int:
+        """What the device has in all."""
+        ...
+
+    def used_bytes(self) -> int:
+        """In use now: the allocator's bytes (cuda), the process's resident set (cpu, chaos)."""
+        ...
+
+    def copy_out(self, storage: torch.UntypedStorage) -> Ticket:
+        """Begin a copy of the whole storage to the host. HostFullError or SwapError: nothing was changed."""
+        ...
+
+    def copy_in(self, block: HostBlock) -> Ticket:
+        """Allocate the destination now, on the caller's current stream, and begin to fill it. SwapError: the block
+        was given back.
+        """
+        ...
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether the transfer has ended, without blocking. SwapError if it failed."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Copy in: the data is there for the calling thread's current stream. Copy out: the host copy is complete. Or
+        SwapError.
+        """
+        ...
+
+    def free(self, block: HostBlock) -> None:
+        """Give host room back; put off while a transfer uses it. A copy out that nobody waits for may be given up.
+        Idempotent.
+        """
+        ...
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """The mechanism is about to drop its last own reference. Nothing happens if a tensor or another handle shares
+        the storage.
+        """
+        ...
+
+    def bandwidth(self) -> Bandwidth:
+        """Measured at the first call (under 0.3 s) and followed by the transfers made since. SwapError if the host
+        tier fails.
+        """
+        ...
+
+    def host_bytes(self) -> int:
+        """Host room in use now."""
+        ...
+
+    def host_limit_bytes(self) -> int:
+        """Host room that may be used."""
+        ...
+
+    def clock(self) -> OpClock: ...
+
+    def trim(self) -> None:
+        """Give freed memory back to the system: freed heap pages (cpu), the allocator's cache, empty slabs (cuda)."""
+        ...
+
+    def cap(self, budget_bytes: int | None) -> None:
+        """Tell the device which budget holds (None: none). cuda: the allocator refuses more; cpu: released pages
+        return at once.
+        """
+        ...
+
+    def on_transfer(self, callback: Callable[[], None]) -> None:
+        """Have a cheap function called, from any thread, whenever the device notices that a transfer has ended."""
+        ...
+
+    def stop(self) -> None:
+        """Finish what is pending and end the I/O threads. Transfers asked for later run in the caller's thread."""
+        ...
+
+    def close(self) -> None:
+        """`stop`, then give back all host room, the spill file and pinned memory. Later copies raise SwapError;
+        idempotent.
+        """
+        ...

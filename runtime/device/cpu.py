@@ -1,0 +1,156 @@
+"""The CPU as a device: tensors on the heap, a spill file as its host tier, two I/O threads as its streams.
+
+Real memory is saved: the resident set falls by what is swapped out. The host limit of the policy is a share of the
+free room on the spill directory's file system, because that file is what a "host copy" is here.
+"""
+
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from delta.config import HostConfig
+from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, Ticket
+from delta.runtime.device.lane import FileLane, FileTicket
+from delta.runtime.device.parts import Listeners, Rates, WallClock, limit_bytes
+from delta.runtime.extents import Extent
+from delta.runtime.rawmem import AlignedBuffer, ResidentMeter, drop_pages, sole_owner, trim_heap
+from delta.runtime.spill import SpillFile
+
+_PROBE_BYTES = 4 * 2**20
+_PROBE_ROUNDS = 4
+_PROBE_NS = 60_000_000  # per direction; a round that is under way is finished
+_MIN_DROP_BYTES = 256 * 1024  # smaller storages are reused by the allocator sooner than their pages are missed
+
+
+class CpuDevice:
+    """See the module docstring and `delta.runtime.device.base.Device`. SwapError when the spill directory cannot be
+    used.
+    """
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, host: HostConfig) -> None:
+        self._spill = SpillFile(host.spill_dir)
+        self._spill.check()
+        self._limit_bytes = limit_bytes(host.limit, self._spill.free_disk_bytes())
+        self._rates = Rates()
+        self._listeners = Listeners()
+        self._lane = FileLane(self._spill, _HeapMover(self._spill), self._listeners, self._rates, self._limit_bytes)
+        self._clock = WallClock()
+        self._meter = ResidentMeter()
+        self._drops_pages = False
+
+    def capacity_bytes(self) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def used_bytes(self) -> int:
+        return self._meter.read_bytes()
+
+    def copy_out(self, storage: torch.UntypedStorage) -> Ticket:
+        return self._lane.copy_out(storage)
+
+    def copy_in(self, block: HostBlock) -> Ticket:
+        return self._lane.copy_in(block, torch.UntypedStorage(block.nbytes))
+
+    def ready(self, ticket: Ticket) -> bool:
+        if not _own(ticket).ended():
+            return False
+        ticket.raise_failure()
+        return True
+
+    def wait(self, ticket: Ticket) -> None:
+        _own(ticket).finish()
+        ticket.raise_failure()
+
+    def free(self, block: HostBlock) -> None:
+        self._lane.free(block)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Under a budget of resident bytes, return the storage's pages now instead of hoping for the heap to shrink.
+
+        Without one the allocator may keep them: reusing warm pages is three times faster than faulting in new ones.
+        """
+        if not self._drops_pages or storage.nbytes() < _MIN_DROP_BYTES or not sole_owner(storage):
+            return
+        if torch.cuda.is_initialized() and storage.is_pinned():  # a card has these pages' addresses
+            return
+        drop_pages(storage)
+
+    def bandwidth(self) -> Bandwidth:
+        measured = self._rates.bandwidth()
+        if measured is None:
+            self._probe()
+            measured = self._rates.bandwidth()
+            assert measured is not None
+        return measured
+
+    def host_bytes(self) -> int:
+        return self._spill.used_bytes
+
+    def host_limit_bytes(self) -> int:
+        return self._limit_bytes
+
+    def clock(self) -> OpClock:
+        return self._clock
+
+    def trim(self) -> None:
+        trim_heap()
+
+    def cap(self, budget_bytes: int | None) -> None:
+        self._drops_pages = budget_bytes is not None
+
+    def on_transfer(self, callback: Callable[[], None]) -> None:
+        self._listeners.add(callback)
+
+    def stop(self) -> None:
+        self._lane.stop()
+
+    def close(self) -> None:
+        self.stop()
+        self._spill.close()
+        self._meter.close()
+
+    def _probe(self) -> None:
+        """Move a few megabytes each way, past the host limit: the room is given back before anyone can miss it."""
+        buffer = AlignedBuffer(_PROBE_BYTES)
+        extent = self._spill.reserve(_PROBE_BYTES)
+        try:
+            self._time("out", lambda: self._spill.write(extent, buffer.address, buffer.nbytes))
+            self._time("in", lambda: self._spill.read(extent, buffer.address, buffer.nbytes))
+        finally:
+            self._spill.give_back(extent)
+
+    def _time(self, direction: Direction, copy: Callable[[], None]) -> None:
+        end_ns = time.perf_counter_ns() + _PROBE_NS
+        for _ in range(_PROBE_ROUNDS):
+            start_ns = time.perf_counter_ns()
+            copy()
+            now_ns = time.perf_counter_ns()
+            self._rates.note(direction, _PROBE_BYTES, now_ns - start_ns)
+            if now_ns > end_ns:
+                return
+
+
+class _HeapMover:
+    """Straight between heap memory and the file."""
+
+    def __init__(self, spill: SpillFile) -> None:
+        self._spill = spill
+
+    def order(self, direction: Direction) -> None:
+        """Work on the CPU is done when its call returns."""
+
+    def write(self, storage: torch.UntypedStorage, extent: Extent) -> None:
+        self._spill.write(extent, storage.data_ptr(), storage.nbytes())
+
+    def read(self, extent: Extent, storage: torch.UntypedStorage) -> None:
+        self._spill.read(extent, storage.data_ptr(), storage.nbytes())
+
+
+def _own(ticket: Ticket) -> FileTicket:
+    if not isinstance(ticket, FileTicket):
+        raise TypeError("this ticket belongs to another device")
+    return ticket

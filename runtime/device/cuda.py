@@ -1,0 +1,311 @@
+"""A CUDA card as a device: one side stream for each direction, pinned slabs as its host tier, a spill file behind
+them if the policy names a directory. Its logic is tested against a simulated card; it has never run on a GPU.
+
+How memory stays valid without `record_stream` (which postpones reuse without bound): a flight keeps source and
+destination alive until the transfer's event has passed, or until the stream that the destination was allocated on
+waits for that event, from when on that stream's own order protects it. Destinations are allocated on the caller's
+current stream, and the side stream waits for that point before it writes, since the memory may still be read by work
+enqueued before. The current stream is asked for at each use: backward runs on another thread.
+
+Not covered: CUDA graph capture.
+"""
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from delta.config import HostConfig
+from delta.errors import HostFullError, SwapError
+from delta.runtime.device.accelerator import Accelerator, Event, Stream
+from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, Ticket
+from delta.runtime.device.cuda_clock import EventClock
+from delta.runtime.device.lane import FileLane, FileTicket
+from delta.runtime.device.parts import BlockBook, Listeners, Rates, limit_bytes
+from delta.runtime.device.staged import StagedMover
+from delta.runtime.host import PinnedPool
+from delta.runtime.rawmem import as_bytes
+from delta.runtime.spill import SpillFile
+
+_PROBE_BYTES = 16 * 2**20
+_PROBE_ROUNDS = 3
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class CudaTicket(Ticket):
+    """A transfer on a side stream. ``home`` is the stream that was current when it was asked for."""
+
+    home: Stream | None = None
+    flight: "_Flight | None" = None
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """What a transfer under way needs. The ticket only weakly: its owner may drop it at any time, and the storage
+    with it.
+    """
+
+    ticket: "weakref.ref[CudaTicket]"
+    direction: Direction
+    block: HostBlock
+    hold: torch.UntypedStorage | None
+    begin: Event
+    end: Event
+
+
+class CudaDevice:
+    """See the module docstring and `delta.runtime.device.base.Device`."""
+
+    kind = "cuda"
+
+    def __init__(self, card: Accelerator, host: HostConfig) -> None:
+        self.torch_device = card.torch_device
+        self._card = card
+        self._limit_bytes = limit_bytes(host.limit, int(psutil.virtual_memory().available))
+        self._source = card.slab_source()
+        self._pool = PinnedPool(self._source, self._limit_bytes)
+        self._streams: dict[Direction, Stream] = {"out": card.new_stream(), "in": card.new_stream()}
+        self._flights: dict[Direction, deque[_Flight]] = {"out": deque(), "in": deque()}
+        self._lock = threading.RLock()
+        self._book = BlockBook(lambda block: self._pool.give_back(block.room))
+        self._rates = Rates()
+        self._listeners = Listeners()
+        self._clock = EventClock(card)
+        self._capped = self._closed = False
+        self._spilling = (
+            None if host.spill_dir is None else _Spilling(card, host.spill_dir, self._streams, self._listeners)
+        )
+
+    def capacity_bytes(self) -> int:
+        return self._card.total_bytes()
+
+    def used_bytes(self) -> int:
+        return self._card.allocated_bytes()
+
+    def copy_out(self, storage: torch.UntypedStorage) -> Ticket:
+        self._refuse_if_closed()
+        self._reap()
+        try:
+            piece = self._pool.take(storage.nbytes())
+        except HostFullError:
+            if self._spilling is None:
+                raise
+            return self._spilling.lane.copy_out(storage)
+        block = HostBlock(storage.nbytes(), "pinned", piece)
+        ticket = CudaTicket(block.nbytes, "out", block, storage, time.perf_counter_ns())
+        try:
+            with self._lock:
+                self._launch(ticket, storage, piece.memory, as_bytes(storage))
+                block.writer = ticket
+        except BaseException:
+            self._book.free(block)
+            raise
+        return ticket
+
+    def copy_in(self, block: HostBlock) -> Ticket:
+        self._refuse_if_closed()
+        self._reap()
+        storage = self._card.allocate(
+            block.nbytes
+        )  # an out-of-memory error goes to the caller as it is, with nothing changed
+        if block.place == "file":
+            assert self._spilling is not None
+            return self._spilling.lane.copy_in(block, storage)
+        ticket = CudaTicket(block.nbytes, "in", block, storage, time.perf_counter_ns())
+        with self._lock:
+            self._launch(ticket, storage, as_bytes(storage), block.room.memory)
+        return ticket
+
+    def ready(self, ticket: Ticket) -> bool:
+        self._reap()
+        if ticket.finished_ns is None:
+            return False
+        ticket.raise_failure()
+        return True
+
+    def wait(self, ticket: Ticket) -> None:
+        if isinstance(ticket, FileTicket):
+            ticket.finish()
+        elif ticket.direction == "out":
+            self._wait_out(_own(ticket))
+        else:
+            self._wait_in(_own(ticket))
+        ticket.raise_failure()
+
+    def free(self, block: HostBlock) -> None:
+        if block.place == "file":
+            assert self._spilling is not None
+            self._spilling.lane.free(block)
+        else:
+            self._book.free(block)
+        self._reap()
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Nothing to do: the caching allocator takes the memory back in stream order."""
+
+    def bandwidth(self) -> Bandwidth:
+        measured = self._rates.bandwidth()
+        if measured is None:
+            self._probe()
+            measured = self._rates.bandwidth()
+            assert measured is not None
+        return measured
+
+    def host_bytes(self) -> int:
+        return self._pool.used_bytes + (self._spilling.file.used_bytes if self._spilling else 0)
+
+    def host_limit_bytes(self) -> int:
+        return self._limit_bytes
+
+    def clock(self) -> OpClock:
+        return self._clock
+
+    def trim(self) -> None:
+        self._reap()
+        self._pool.trim()
+        self._card.empty_cache()
+
+    def cap(self, budget_bytes: int | None) -> None:
+        """Have the allocator raise its out-of-memory error inside the op that would go over the budget."""
+        self._capped = budget_bytes is not None
+        self._card.limit(1.0 if budget_bytes is None else min(1.0, budget_bytes / self._card.total_bytes()))
+
+    def on_transfer(self, callback: Callable[[], None]) -> None:
+        self._listeners.add(callback)
+
+    def stop(self) -> None:
+        if self._spilling is not None:
+            self._spilling.lane.stop()
+        for flight in [*self._flights["out"], *self._flights["in"]]:
+            flight.end.synchronize()
+        self._reap()
+
+    def close(self) -> None:
+        self.stop()
+        self._closed = True
+        if self._capped:
+            self.cap(None)
+        if self._spilling is not None:
+            self._spilling.close()
+        self._pool.close()
+
+    def _launch(self, ticket: CudaTicket, hold: torch.UntypedStorage, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue the copy behind what the current stream has been given so far. The caller holds the lock."""
+        side, home = self._streams[ticket.direction], self._card.current_stream()
+        self._book.begin(ticket.block)
+        try:
+            reached, begin, end = self._card.new_event(), self._card.new_event(), self._card.new_event()
+            reached.record(home)
+            side.wait_event(reached)
+            if ticket.block.writer is not None:  # a copy in, asked for before the copy out has ended
+                writer = _own(ticket.block.writer).flight
+                assert writer is not None
+                side.wait_event(writer.end)
+            begin.record(side)
+            self._card.copy(to, source, side)
+            end.record(side)
+        except BaseException as error:
+            self._book.end(ticket.block)
+            if isinstance(error, RuntimeError):
+                raise SwapError(f"the copy {ticket.direction} could not be started: {error}") from error
+            raise
+        ticket.home = home
+        ticket.flight = _Flight(weakref.ref(ticket), ticket.direction, ticket.block, hold, begin, end)
+        self._flights[ticket.direction].append(ticket.flight)
+
+    def _reap(self) -> None:
+        """Finish the flights whose event has passed. A stream works in order, so the first that has not ends the
+        search.
+        """
+        landed = []
+        with self._lock:
+            for flights in self._flights.values():
+                while flights and flights[0].end.query():
+                    landed.append(flights.popleft())
+                    self._land(landed[-1])
+        for _ in landed:
+            self._listeners.notify()
+
+    def _land(self, flight: _Flight) -> None:
+        duration_ns = int(flight.begin.elapsed_time(flight.end) * 1e6)
+        self._rates.note(flight.direction, flight.block.nbytes, duration_ns)
+        flight.hold = None
+        if flight.direction == "out":
+            flight.block.complete, flight.block.writer = True, None
+        if (ticket := flight.ticket()) is not None:
+            ticket.finished_ns, ticket.flight = time.perf_counter_ns(), None
+            ticket.started_ns = max(ticket.started_ns, ticket.finished_ns - duration_ns)
+            if flight.direction == "out":
+                ticket.storage = None
+        self._book.end(flight.block)
+
+    def _wait_out(self, ticket: CudaTicket) -> None:
+        flight = ticket.flight
+        if flight is not None:
+            flight.end.synchronize()
+            self._reap()
+
+    def _wait_in(self, ticket: CudaTicket) -> None:
+        current = self._card.current_stream()
+        with self._lock:
+            flight = ticket.flight
+            if flight is not None:
+                current.wait_event(flight.end)
+                if current == ticket.home:
+                    flight.hold = None  # from here on this stream's order protects the destination
+        if current != ticket.home and ticket.storage is not None:
+            self._card.share_with(ticket.storage, current)
+
+    def _probe(self) -> None:
+        """Time a few copies each way, with a slab of their own: the pool may be full."""
+        slab = self._source(_PROBE_BYTES)
+        try:
+            there = as_bytes(self._card.allocate(_PROBE_BYTES))
+            for direction, to, source in (("out", slab.memory, there), ("in", there, slab.memory)):
+                way: Direction = "out" if direction == "out" else "in"
+                for _ in range(_PROBE_ROUNDS):
+                    self._rates.note(way, _PROBE_BYTES, self._timed_copy(to, source, self._streams[way]))
+        finally:
+            slab.release()
+
+    def _timed_copy(self, to: torch.Tensor, source: torch.Tensor, side: Stream) -> int:
+        reached, begin, end = self._card.new_event(), self._card.new_event(), self._card.new_event()
+        reached.record(self._card.current_stream())
+        side.wait_event(reached)
+        begin.record(side)
+        self._card.copy(to, source, side)
+        end.record(side)
+        end.synchronize()
+        return int(begin.elapsed_time(end) * 1e6)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SwapError("the device is closed: the session it belonged to has given its host room back")
+
+
+class _Spilling:
+    """The second host tier: a spill file, for what does not fit into pinned memory."""
+
+    def __init__(
+        self, card: Accelerator, directory: str, streams: dict[Direction, Stream], listeners: Listeners
+    ) -> None:
+        self.file = SpillFile(directory)
+        self.file.check()
+        self._mover = StagedMover(card, self.file, streams)
+        self.lane = FileLane(self.file, self._mover, listeners, Rates())
+
+    def close(self) -> None:
+        self.lane.stop()
+        self._mover.close()
+        self.file.close()
+
+
+def _own(ticket: Ticket) -> CudaTicket:
+    if not isinstance(ticket, CudaTicket):
+        raise TypeError("this ticket belongs to another device")
+    return ticket

@@ -1,0 +1,104 @@
+"""What autograd gets in place of a saved tensor.
+
+`pack` gives back a `Handle`, which knows the record and how the tensor looks at it, or a `Passed`, which is the tensor
+itself where Delta leaves it alone. With hooks installed autograd no longer checks for changes in place; both keep the
+version the tensor was saved at and raise autograd's own complaint (rule 3). A handle keeps the tensor's version counter
+without its bytes: an alias whose data is replaced by nothing still shares the counter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from delta.errors import StorageModifiedError
+from delta.runtime.view import View, is_plain
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+
+class Passed:
+    """A saved tensor that is none of Delta's business."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = -1 if tensor.is_inference() else tensor._version
+
+
+class Handle:
+    """A saved tensor whose bytes Delta looks after. Its death tells the core that backward is done with it."""
+
+    __slots__ = ("core", "counter", "record", "version", "view")
+
+    def __init__(self, core: Core, record: int, view: View, counter: Tensor, version: int) -> None:
+        self.core = core
+        self.record = record
+        self.view = view
+        self.counter = counter
+        self.version = version
+
+    def __del__(self) -> None:
+        self.core.handle_died(self.record)
+
+
+class Hooks:
+    """The pair of functions for `torch.autograd.graph.saved_tensors_hooks`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._nothing: dict[torch.device, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Handle | Passed:
+        core = self._core
+        if not self._wanted(tensor):
+            return Passed(tensor)
+        view, version = View.of(tensor), tensor._version
+        signature = hash((view.size, view.stride, view.dtype, tensor.untyped_storage().nbytes()))
+        with core.entered():
+            record = core.saved(tensor, signature)
+        core.at_pack()
+        core.raise_warnings()
+        with torch._C._DisableTorchDispatch():
+            counter = tensor.detach()
+            counter.data = self._empty(tensor)
+        return Handle(core, record, view, counter, version)
+
+    def unpack(self, packed: Handle | Passed) -> Tensor:
+        if type(packed) is Passed:
+            if packed.version >= 0 and packed.tensor._version != packed.version:
+                raise _modified(packed.tensor.dtype, tuple(packed.tensor.size()), packed.tensor._version, packed.version)
+            return packed.tensor
+        assert isinstance(packed, Handle)
+        if packed.counter._version != packed.version:
+            raise _modified(packed.view.dtype, packed.view.size, packed.counter._version, packed.version)
+        core = packed.core
+        with core.entered():
+            storage = core.fetch(packed.record)
+        core.raise_warnings()
+        return packed.view.over(storage)
+
+    def _wanted(self, tensor: Tensor) -> bool:
+        if not is_plain(tensor) or tensor.device != self._core.device.torch_device or not tensor.numel():
+            return False
+        if tensor.dtype is torch.bool and tensor.numel() == 1:
+            return False
+        return not self._core.persistent.holds(tensor)
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        nothing = self._nothing.get(tensor.device)
+        if nothing is None:
+            nothing = self._nothing[tensor.device] = torch.empty(0, device=tensor.device)
+        return nothing
+
+
+def _modified(dtype: torch.dtype, size: tuple[int, ...], now: int, expected: int) -> StorageModifiedError:
+    return StorageModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{dtype} {list(size)}] is at version {now}; expected version {expected} instead. "
+        "Hint: find the operation that changes it between forward and backward, and use its out-of-place form."
+    )

@@ -1,0 +1,93 @@
+"""What is known of an aten op beyond its name: whether it may be run again, and what it writes.
+
+Decided once per overload, from the schema and tags, with lists only where PyTorch's own marks are missing (rules 4 and 6
+of the design, section 6):
+
+- the batch-norm family updates running statistics that its schema does not mark as written;
+- `rrelu_with_noise` writes its noise argument;
+- results that depend on data (`topk`, `sort`, ...) decide what later ops do, so they are kept rather than made again;
+- on CUDA, ops that add with atomics need not give the same bits twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+# Statistics arguments of the batch-norm family: written in training although the schema does not say so.
+_STATISTICS = {
+    "aten.native_batch_norm": (3, 4),
+    "aten._native_batch_norm_legit": (3, 4),
+    "aten._batch_norm_with_update": (3, 4),
+    "aten.cudnn_batch_norm": (3, 4),
+    "aten.miopen_batch_norm": (3, 4),
+}
+_DATA_DEPENDENT = {
+    "topk", "sort", "argsort", "msort", "kthvalue", "mode", "median", "nanmedian", "multinomial", "nonzero",
+    "unique_dim", "_unique", "_unique2", "unique_consecutive", "unique_dim_consecutive",
+}  # fmt: skip
+_NEVER = {"rrelu_with_noise", "rrelu_with_noise_", "item", "_local_scalar_dense", "set_", "resize_", "resize_as_"}
+_ATOMIC_ON_CUDA = {
+    "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_put",
+    "index_put_", "_index_put_impl_", "put", "put_", "bincount", "histc", "cumsum", "cumprod", "index_reduce",
+    "index_reduce_", "embedding_bag", "_embedding_bag", "ctc_loss", "_ctc_loss", "nll_loss2d_forward",
+    "grid_sampler_2d_backward", "grid_sampler_3d_backward",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """`mutates`: positions (or names, for keyword arguments) of arguments that are written."""
+
+    name: str
+    replayable: bool
+    replayable_on_cuda: bool
+    seeded: bool
+    mutates: tuple[int | str, ...]
+    statistics: tuple[int, ...]
+    view: bool  # its results share an input's storage and nothing is written
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.mutates or self.statistics)
+
+    def statistics_written(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Positions of the running statistics this call updates: none when the op runs in evaluation mode."""
+        if not self.statistics or (self.name != "aten._batch_norm_with_update" and not args[5]):
+            return ()
+        return tuple(position for position in self.statistics if args[position] is not None)
+
+
+@lru_cache(maxsize=None)
+def facts_of(func: OpOverload) -> OpFacts:
+    """The facts of one overload."""
+    schema = func._schema
+    short = schema.name.split("::")[1]
+    mutates: list[int | str] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutates.append(argument.name if argument.kwarg_only else position)
+    aliases = [result.alias_info for result in schema.returns]
+    tags = set(func.tags)
+    may = (
+        func.namespace == "aten"
+        and short not in _NEVER
+        and short not in _DATA_DEPENDENT
+        and torch.Tag.dynamic_output_shape not in tags
+        and torch.Tag.data_dependent_output not in tags
+    )
+    name = f"{func.namespace}.{short}"
+    return OpFacts(
+        name=name,
+        replayable=may,
+        replayable_on_cuda=may and short not in _ATOMIC_ON_CUDA,
+        seeded=torch.Tag.nondeterministic_seeded in tags,
+        mutates=tuple(mutates),
+        statistics=_STATISTICS.get(name, ()),
+        view=bool(aliases) and not mutates and all(alias is not None and not alias.is_write for alias in aliases),
+    )

@@ -1,0 +1,63 @@
+"""Which storages belong to parameters and buffers: never counted, never evicted.
+
+Autograd saves `weight.t()`, a plain tensor, for a linear layer, so parameters are recognised by storage (rule 2). Without
+a model at hand, every `nn.Module` the garbage collector knows is asked for its parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from delta.runtime.view import is_plain
+
+
+class Persistent:
+    """The set of parameter and buffer storages, found through `model` or through all modules there are."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = weakref.ref(model) if model is not None else None
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._stale = True
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is a parameter's or a buffer's."""
+        if isinstance(tensor, nn.Parameter):
+            self._add(tensor)
+            return True
+        if self._stale:
+            self._stale = False
+            self._collect()
+        return self._has(tensor)
+
+    def refresh(self) -> None:
+        """Modules may have been made since: look again the next time something unknown is asked for."""
+        self._stale = True
+
+    def _has(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        return known is not None and known() is storage
+
+    def _collect(self) -> None:
+        model = self._model() if self._model is not None else None
+        modules: Iterable[nn.Module]
+        # `type(...)` is asked rather than the object: a lazy proxy must not be woken up by a search.
+        modules = model.modules() if model is not None else _all_modules()
+        self._known = {key: ref for key, ref in self._known.items() if ref() is not None}
+        for module in modules:
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and is_plain(tensor):
+                    self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = weakref.ref(storage)
+
+
+def _all_modules() -> list[nn.Module]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__]

@@ -1,0 +1,69 @@
+"""Ways to pin host memory for a CUDA device, best first: CuPy, our own mapping registered with the driver.
+
+CuPy's pool rounds and keeps blocks too, so its plain `PinnedMemory` is used. Pages come from the card's NUMA node
+when the allocating thread runs there at the first touch, so the thread moves there for that moment.
+
+Never run on a GPU so far.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from delta.runtime.host import Slab, SlabSource
+from delta.runtime.monitor import node_cpus
+from delta.runtime.rawmem import AlignedBuffer, tensor_at
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, so for every card
+
+
+def slab_source(numa_node: int | None) -> SlabSource:
+    """The best way that is installed, with pages from that node."""
+    pin = _cupy_slab if importlib.util.find_spec("cupy") is not None else _registered_slab
+    cpus = frozenset[int]() if numa_node is None else node_cpus(numa_node)
+
+    def source(nbytes: int) -> Slab:
+        with running_on(cpus):
+            return pin(nbytes)
+
+    return source
+
+
+@contextmanager
+def running_on(cpus: frozenset[int]) -> Iterator[None]:
+    """Keep this thread on these CPUs, as far as it is allowed to use them."""
+    allowed = os.sched_getaffinity(0)
+    if not cpus & allowed:
+        yield
+        return
+    os.sched_setaffinity(0, cpus & allowed)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _registered_slab(nbytes: int) -> Slab:
+    """Memory of our own, touched here and then registered: exact to the page."""
+    buffer = AlignedBuffer(nbytes)
+    memory = torch.frombuffer(buffer.view, dtype=torch.uint8)
+    memory.zero_()
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(buffer.address, nbytes, _PORTABLE))
+    if status:
+        raise RuntimeError(f"cudaHostRegister says error {status}")
+
+    def release() -> None:
+        torch.cuda.synchronize()  # no transfer may be using the pages
+        runtime.cudaHostUnregister(buffer.address)
+
+    return Slab(memory, release)
+
+
+def _cupy_slab(nbytes: int) -> Slab:
+    cuda = importlib.import_module("cupy").cuda
+    pinned = [cuda.PinnedMemory(nbytes)]  # unpinned and freed with its last reference
+    return Slab(tensor_at(int(pinned[0].ptr), nbytes), pinned.clear)

@@ -1,0 +1,167 @@
+"""Recipes: how to run a recorded op again, and the run itself.
+
+A recipe holds the op with its plain arguments and, in place of tensors, references to records; it keeps no tensor alive.
+Replay happens below autograd and autocast (the recorded op is what ran below them the first time), with the random
+generator set to its recorded state and put back afterwards, with scratch space for batch-norm statistics and copies of
+the inputs the op overwrites. What comes out is compared with what was recorded before anybody may use it.
+
+Guarantee: a replay changes nothing but its results. Not covered: choosing what to replay (`delta.engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from delta.errors import RecomputeMismatchError
+from delta.runtime.opfacts import OpFacts
+from delta.runtime.view import View
+
+_AUTOCAST_KEYS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands in an argument list where the tensor number `index` was."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Stands for batch-norm statistics: a training step writes them and does not read them, so a replay gets zeros."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor argument: a record seen through a view."""
+
+    record: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A record the op makes: result number `result`, or the storage of input number `written`."""
+
+    record: int
+    nbytes: int
+    view: View
+    result: int | None = None
+    written: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One recorded call."""
+
+    op: int
+    func: OpOverload
+    facts: OpFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Input, ...]
+    products: tuple[Product, ...]
+    generator: torch.Generator | None
+    generator_state: Tensor | None
+
+
+def strip(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+    """Argument lists with every tensor replaced by a `Slot`, and the tensors in order."""
+    tensors: list[Tensor] = []
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return Slot(len(tensors) - 1)
+        if type(value) in (list, tuple):
+            return type(value)(visit(item) for item in value)
+        return value
+
+    return tuple(visit(arg) for arg in args), {name: visit(arg) for name, arg in kwargs.items()}, tensors
+
+
+def fill(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """The reverse of `strip`, for one argument."""
+    if type(value) is Slot:
+        return tensors[value.index]
+    if type(value) is Scratch:
+        return torch.zeros(value.size, dtype=value.dtype, device=value.device)
+    if type(value) in (list, tuple):
+        return type(value)(fill(item, tensors) for item in value)
+    return value
+
+
+def results_of(result: Any) -> list[Tensor]:
+    """The tensors among an op's results, in order."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for item in result for tensor in results_of(item)]
+    return []
+
+
+def replay(
+    recipe: Recipe, storage_of: Callable[[int], torch.UntypedStorage], steal: frozenset[int]
+) -> dict[int, torch.UntypedStorage]:
+    """Run the op again; returns the storages of its products by record.
+
+    `storage_of` gives the resident storage of an input record. Records in `steal` will not be read again: an op that
+    overwrites one of them may do so without a copy. Raises RecomputeMismatchError where the results differ in layout
+    from the recorded ones.
+    """
+    written = {product.written for product in recipe.products if product.written is not None}
+    copies: dict[int, torch.UntypedStorage] = {}
+    tensors = []
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS))
+        overwritten = {recipe.inputs[index].record for index in written}
+        for entry in recipe.inputs:
+            storage = storage_of(entry.record)
+            if entry.record in overwritten and entry.record not in steal:
+                storage = copies.setdefault(entry.record, storage.clone())
+            tensors.append(entry.view.over(storage))
+        args = [fill(arg, tensors) for arg in recipe.args]
+        kwargs = {name: fill(arg, tensors) for name, arg in recipe.kwargs.items()}
+        result = results_of(_run_seeded(recipe, args, kwargs))
+    return {product.record: _check(recipe, product, result, tensors) for product in recipe.products}
+
+
+def _run_seeded(recipe: Recipe, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    if recipe.generator is None or recipe.generator_state is None:
+        return recipe.func(*args, **kwargs)
+    now = recipe.generator.get_state()
+    recipe.generator.set_state(recipe.generator_state)
+    try:
+        return recipe.func(*args, **kwargs)
+    finally:
+        recipe.generator.set_state(now)
+
+
+def _check(recipe: Recipe, product: Product, result: list[Tensor], inputs: list[Tensor]) -> torch.UntypedStorage:
+    if product.written is not None:
+        return inputs[product.written].untyped_storage()
+    assert product.result is not None
+    found = View.of(result[product.result]) if product.result < len(result) else None
+    if found != product.view or result[product.result].untyped_storage().nbytes() != product.nbytes:
+        raise RecomputeMismatchError(
+            f"replaying {recipe.facts.name} gave {found}, recorded was {product.view} ({product.nbytes} bytes). "
+            "The op does not give the same result twice: keep what it makes with a rule such as "
+            f'{{op: "{recipe.facts.name}", action: keep}} in the policy, and please report it.'
+        )
+    return result[product.result].untyped_storage()

@@ -1,0 +1,175 @@
+"""The dispatch mode that writes down how every storage was made.
+
+It sits below autograd and autocast and sees the aten ops that really run. For each op in forward it notes the records it
+read, those it made, its own time, and, for seeded ops, the state of the generator. Aliasing is decided by storage
+identity after the call, not by the schema alone (`_unsafe_view` shares unmarked; rule 4). In backward, and where gradients
+are off, ops are not recorded; only writes into known storages are noticed there, because they end a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from delta.runtime.opfacts import OpFacts, facts_of
+from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
+from delta.runtime.view import View, is_plain
+from delta.types import Kind, OpInfo
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+class Recorder(TorchDispatchMode):
+    """Records into `core` while it is on the mode stack."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let the user's torch.compile keep its compiled regions (a plain mode would turn it off silently)."""
+        return True
+
+    def __init__(self, core: Core) -> None:
+        super().__init__()
+        self._core = core
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._core.inside() or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        facts = facts_of(func)
+        if facts.view:
+            return func(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:  # in backward
+            return self._write_only(func, facts, args, kwargs) if facts.writes else func(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._write_only(func, facts, args, kwargs, keep_track=True)
+        return self._record(func, facts, args, kwargs)
+
+    def _write_only(
+        self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool = False
+    ) -> Any:
+        """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
+        core = self._core
+        with core.entered():
+            written = _written(facts, facts.statistics_written(args), args, kwargs)
+            preserved = core.before_overwrite(written)
+            result = core.rescued(func, args, kwargs)
+            core.overwritten(written, preserved)
+            if keep_track:
+                self._products(results_of(result), [], {})
+        return result
+
+    def _record(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        core = self._core
+        statistics = facts.statistics_written(args)
+        plain_args, plain_kwargs, tensors = strip(_without(args, statistics), kwargs)
+        with core.entered():
+            written = _written(facts, statistics, args, kwargs)
+            inputs = self._inputs(tensors)
+            preserved = core.before_overwrite(written)
+            generator, state = _generator(facts, tensors, args, kwargs, core.device.torch_device)
+            mark = core.clock.start()
+            result = core.rescued(func, args, kwargs)
+            token = core.clock.stop(mark)
+            results = results_of(result)
+            new_versions = core.overwritten(written, preserved)
+            products = self._products(results, tensors, new_versions)
+            if not products:
+                return result
+            op_id, replayable = core.next_id(), self._replayable(facts, results, generator)
+            recipe = None
+            if replayable and inputs is not None:
+                recipe = Recipe(
+                    op_id, func, facts, plain_args, plain_kwargs, tuple(inputs), tuple(products), generator, state
+                )
+            read = tuple(dict.fromkeys(entry.record for entry in inputs)) if recipe is not None and inputs else ()
+            made = tuple(product.record for product in products)
+            overwrites = tuple(new_versions) if recipe is not None else ()
+            cost_ns = core.clock.elapsed_ns(token) or 0
+            core.recorded(OpInfo(op_id, facts.name, read, made, cost_ns, recipe is not None, overwrites), recipe)
+        return result
+
+    def _inputs(self, tensors: list[Tensor]) -> list[Input] | None:
+        """The op's inputs as records, or None where one of them cannot be had again."""
+        inputs: list[Input] | None = []
+        for tensor in tensors:
+            record = self._core.record_of(tensor) if is_plain(tensor) else None
+            if record is None or inputs is None:
+                inputs = None
+                continue
+            inputs.append(Input(record, View.of(tensor)))
+        return inputs
+
+    def _products(
+        self, results: list[Tensor], tensors: list[Tensor], new_versions: dict[int, int]
+    ) -> list[Product]:
+        """Records for the storages this op made or wrote. Results that share an input's storage make nothing."""
+        core = self._core
+        products = []
+        for index, tensor in enumerate(tensors):
+            record = core.known(tensor) if new_versions else None
+            if record in new_versions.values() and all(p.record != record for p in products):
+                products.append(Product(record, tensor.untyped_storage().nbytes(), View.of(tensor), written=index))
+        for index, tensor in enumerate(results):
+            if not is_plain(tensor) or tensor.device != core.device.torch_device or core.known(tensor) is not None:
+                continue
+            nbytes = tensor.untyped_storage().nbytes()
+            if nbytes:
+                record = core.create(tensor, Kind.ACTIVATION)
+                products.append(Product(record, nbytes, View.of(tensor), result=index))
+        return products
+
+    def _replayable(self, facts: OpFacts, results: list[Tensor], generator: torch.Generator | None) -> bool:
+        may = facts.replayable_on_cuda if self._core.device.kind == "cuda" else facts.replayable
+        return may and (not facts.seeded or generator is not None) and all(is_plain(tensor) for tensor in results)
+
+
+def _written(
+    facts: OpFacts, statistics: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """The tensors among the arguments that the op writes into."""
+    written: list[Tensor] = []
+    for where in (*facts.mutates, *statistics):
+        value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
+        written += [tensor for tensor in results_of(value) if is_plain(tensor)]
+    return written
+
+
+def _without(args: Sequence[Any], statistics: Sequence[int]) -> Sequence[Any]:
+    """The arguments with scratch space in place of batch-norm statistics."""
+    if not statistics:
+        return args
+    replaced = list(args)
+    for position in statistics:
+        tensor = args[position]
+        replaced[position] = Scratch(tuple(tensor.size()), tensor.dtype, tensor.device)
+    return replaced
+
+
+def _generator(
+    facts: OpFacts, tensors: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
+) -> tuple[torch.Generator | None, Tensor | None]:
+    """The generator a seeded op draws from and its state before the draw."""
+    if not facts.seeded:
+        return None, None
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    on = tensors[0].device if tensors else device
+    generator = given[0] if given else default_generator(on)
+    return generator, generator.get_state()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator
+

@@ -1,0 +1,84 @@
+"""``deltactl run``: an unmodified training script under `delta.evict`, as ``python script.py`` would run it.
+
+Not covered: launching several processes. ``torchrun ... -m delta run script.py`` does, one block of eviction in each.
+"""
+
+import json
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import delta
+from delta.errors import DeltaError
+from delta.report import Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The arguments of `delta.evict`, and where the report goes besides stderr (a JSON file)."""
+
+    policy: str = "delta"
+    budget: str | None = None
+    activations: str | None = None
+    timeline: str | None = None
+    report: str | None = None
+
+
+def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> None:
+    """Run the script as ``__main__``. The report is printed on stderr at the end, also when the script failed.
+
+    SystemExit passes through, so the exit code is the script's. Another exception of the script is printed without
+    Delta's own frames and exits with 1, as the interpreter would. Raises DeltaError for options that make no sense.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise DeltaError(f"script={script!r}: there is no such file")
+    run = delta.evict(
+        budget=options.budget, activations=options.activations, policy=options.policy, timeline=options.timeline
+    )
+    ending = ExitStack()
+    ending.enter_context(run)  # on its own: options that are refused here end without a report
+    try:
+        with ending, _interpreter_for(path, arguments):
+            runpy.run_path(str(path), run_name="__main__")
+    except DeltaError:
+        raise
+    except Exception as error:
+        _print_like_interpreter(error, path)
+        raise SystemExit(1) from error
+    finally:
+        _publish(run.report(), options.report)
+
+
+@contextmanager
+def _interpreter_for(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path[0]`` as the interpreter sets them for a script, put back at the end."""
+    argv, search = sys.argv, sys.path
+    sys.argv = [str(path), *arguments]
+    sys.path = [str(path.resolve().parent), *search[1:]]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, search
+
+
+def _print_like_interpreter(error: Exception, path: Path) -> None:
+    """The traceback from the script's own first frame on. A SyntaxError of the script has none, only its text."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename != str(path):
+        frame = frame.tb_next
+    traceback.print_exception(type(error), error, frame)
+
+
+def _publish(report: Report, file: str | None) -> None:
+    print(report, file=sys.stderr)
+    if file is None:
+        return
+    try:
+        Path(file).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DeltaError(f"report={file!r}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,242 @@
+"""`delta.evict`: wires policy, budget, engine, device, hooks, recorder and daemon together; nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import ContextDecorator, ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from delta.budget import Budget
+from delta.config import Policy
+from delta.engine import Engine
+from delta.errors import BudgetError, NestedSessionError
+from delta.policies.loader import load
+from delta.report import Report
+from delta.runtime.core import Core
+from delta.runtime.daemon import Daemon
+from delta.runtime.device import Device, make_device
+from delta.runtime.hooks import Hooks
+from delta.runtime.modules import ModuleNames
+from delta.runtime.persistent import Persistent
+from delta.runtime.recorder import Recorder
+from delta.timeline import Timeline
+from delta.types import Link
+from delta.units import Bytes, Share, parse_size
+
+SAMPLE_S = 0.05
+# The part of a copy's time that compute loses to it. On a CPU device the I/O threads share cores and memory bandwidth
+# with the ops; a copy engine takes next to nothing.
+INTERFERENCE = {"cpu": 0.3, "chaos": 0.3, "cuda": 0.02}
+
+_open_session: weakref.ref[evict] | None = None
+_open_lock = threading.Lock()
+
+
+class evict(ContextDecorator):  # noqa: N801 - the public door reads as a verb
+    """Keep the saved activations of everything trained inside the block under a budget.
+
+    ``budget``: device bytes the process may use in all (``8_000_000_000``, ``"8GiB"``, ``"60%"`` of the device).
+    ``activations``: bytes of saved activations that may be resident (``"2GiB"``, or ``"40%"`` of what the step would hold if
+    nothing were evicted). Give one of them, or neither to watch and report only. ``policy``: a shipped name, a path to a
+    YAML file, or a `delta.Policy`. ``model``: optional; names modules in rules and reports. ``timeline``: a file for the
+    events of the run. ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the first CUDA device,
+    else the CPU.
+
+    Usable as a decorator and one block after the other, not nested. A backward after the block has ended still works.
+
+    Raises BudgetError (budget unreadable, or given twice), PolicyError, SwapError (spill directory), TimelineError,
+    NestedSessionError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        budget: int | str | Bytes | Share | None = None,
+        activations: int | str | Bytes | Share | None = None,
+        policy: str | os.PathLike[str] | Policy = "delta",
+        timeline: str | os.PathLike[str] | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        if budget is not None and activations is not None:
+            raise BudgetError(
+                f"budget={budget!r} and activations={activations!r} were both given; give one: budget= for all device bytes "
+                "of the process, activations= for the bytes of saved activations"
+            )
+        self.policy = policy if isinstance(policy, Policy) else load(policy)
+        self._budget = None if budget is None else parse_size(budget, what="budget")
+        self._activations = None if activations is None else parse_size(activations, what="activations")
+        self._model = weakref.ref(model) if model is not None else None
+        self._timeline = timeline
+        self._device_name = device if device is not None else _device_of(model)
+        self._core: Core | None = None
+        self._stack: ExitStack | None = None
+        self._recorder: _Switch | None = None
+
+    # -- the block ------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Self:
+        _claim(self)
+        try:
+            with ExitStack() as stack:
+                stack.callback(_give_up, self)
+                self._open(stack)
+                self._stack = stack.pop_all()
+        except BaseException:
+            self._stack = None
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, self._stack = self._stack, None
+        assert stack is not None
+        stack.close()
+        if self._core is not None and kind is None:
+            self._core.raise_warnings()
+
+    def report(self) -> Report:
+        """What the run did so far, or in all once the block has ended."""
+        core = self._core
+        if core is None:
+            return Report(policy=self.policy.name, device=str(self._device_name or ""))
+        with core.entered():
+            totals, engine = core.engine.totals, core.engine
+            return Report(
+                policy=self.policy.name,
+                device=core.device.kind,
+                steps=totals.steps,
+                modes=dict(totals.modes),
+                peak_activation_bytes=max(totals.peak_bytes, engine.step_peak_bytes),
+                unevicted_peak_activation_bytes=max(totals.unevicted_peak_bytes, engine.step_unevicted_peak_bytes),
+                peak_device_bytes=core.peak_device_bytes,
+                budget_bytes=engine.told_budget_bytes,
+                swapped_out_bytes=totals.swapped_out_bytes,
+                swapped_in_bytes=totals.swapped_in_bytes,
+                recomputed_bytes=totals.recomputed_bytes,
+                recompute_ns=core.recompute_ns,
+                stall_ns=core.stall_ns,
+                overhead_ns=core.overhead_ns,
+                oom_rescues=core.oom_rescues,
+                evictions=dict(totals.evictions),
+                warnings=tuple(totals.warnings),
+            )
+
+    # -- wiring ---------------------------------------------------------------------------------------------------
+    def _open(self, stack: ExitStack) -> None:
+        model = self._model() if self._model is not None else None
+        device = make_device(self._device_name, self.policy.host)
+        undo = stack.enter_context(ExitStack())
+        undo.callback(device.close)
+        budget = self._limit(device)
+        timeline = Timeline(self._timeline, self._header(device))
+        undo.callback(timeline.close)
+        engine = Engine(self.policy, budget, _link(device, budget))
+        core = Core(engine, device, Persistent(model), timeline)
+        undo.pop_all()  # from here on the core closes them, when the last handle has died
+        self._core = core
+        stack.callback(core.close)
+        if budget.device_bytes is not None:
+            device.cap(budget.device_bytes)
+            stack.callback(device.cap, None)
+        daemon = Daemon(core.sample, SAMPLE_S, "delta-daemon")
+        device.on_transfer(daemon.wake)
+        daemon.start()
+        stack.callback(daemon.stop)
+        if model is not None and (timeline.active or any(rule.module for rule in self.policy.rules)):
+            stack.enter_context(ModuleNames(core, model))
+        switch = _Switch(Recorder(core), core)
+        stack.callback(switch.off)
+        core.at_pack = switch.follow
+        switch.follow()
+        hooks = Hooks(core)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack))
+
+    def _limit(self, device: Device) -> Budget:
+        if self._budget is None:
+            return Budget(activations=self._activations)
+        whole = self._budget.of(device.capacity_bytes()) if isinstance(self._budget, Share) else self._budget.nbytes
+        reserve = self.policy.budget.reserve
+        return Budget(
+            device_bytes=whole, reserve_bytes=reserve.of(whole) if isinstance(reserve, Share) else reserve.nbytes
+        )
+
+    def _header(self, device: Device) -> dict[str, Any]:
+        given = {"budget": self._budget, "activations": self._activations}
+        return {
+            "policy": self.policy.name,
+            "device": device.kind,
+            "budget": {name: str(size) for name, size in given.items() if size is not None},
+            "torch": torch.__version__,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+
+class _Switch:
+    """Puts the recorder on the mode stack and takes it off, only where the stack is as the block found it.
+
+    In between another mode of the user's may lie above ours, and leaving a mode takes off whatever is on top.
+    """
+
+    def __init__(self, recorder: Recorder, core: Core) -> None:
+        self._recorder, self._core = recorder, core
+        self._depth = torch._C._len_torch_dispatch_stack()
+        self._on = False
+
+    def follow(self) -> None:
+        """Do as the engine wants, if the stack allows it now."""
+        wanted = self._core.engine.wants_recorder
+        if wanted is self._on or torch._C._current_graph_task_id() != -1:
+            return
+        if torch._C._len_torch_dispatch_stack() != self._depth + self._on:
+            return
+        self._turn(wanted)
+
+    def off(self) -> None:
+        if self._on:
+            self._turn(False)
+
+    def _turn(self, on: bool) -> None:
+        if on:
+            self._recorder.__enter__()
+        else:
+            self._recorder.__exit__(None, None, None)
+        self._on = on
+        self._core.engine.recording(on)
+
+
+def _link(device: Device, budget: Budget) -> Link:
+    if budget.unlimited:
+        return Link(1e9, 1e9)
+    speed = device.bandwidth()
+    return Link(speed.out_bytes_per_s, speed.in_bytes_per_s, INTERFERENCE[device.kind])
+
+
+def _device_of(model: nn.Module | None) -> torch.device | None:
+    parameter = next(model.parameters(), None) if model is not None else None
+    return parameter.device if parameter is not None else None
+
+
+def _claim(session: evict) -> None:
+    global _open_session
+    with _open_lock:
+        if _open_session is not None and _open_session() is not None:
+            raise NestedSessionError(
+                "delta.evict was entered inside another delta.evict block; one at a time: leave the outer block first, or "
+                "use one block around both"
+            )
+        _open_session = weakref.ref(session)
+
+
+def _give_up(session: evict) -> None:
+    global _open_session
+    with _open_lock:
+        _open_session = None

@@ -1,0 +1,56 @@
+"""How a tensor looks at its storage: enough to build the same tensor again over the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Geometry of a strided tensor; `size`, `stride` and `offset` count elements of `dtype`."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(
+            tensor.dtype,
+            tuple(tensor.size()),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor this view describes, over `storage`. Not seen by dispatch modes: no computation happens."""
+        with torch._C._DisableTorchDispatch():
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor.set_(storage, self.offset, self.size, self.stride)
+            if self.conj:
+                tensor = tensor.conj()
+            if self.neg:
+                tensor = torch._neg_view(tensor)
+        return tensor
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is an ordinary strided one whose bytes are all in its storage.
+
+    Subclasses, sparse, quantized and nested layouts, fake and functorch-wrapped tensors are left alone.
+    """
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_inference():
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.device.type != "meta"

@@ -1,0 +1,46 @@
+"""Leak checks around every test, and the options and markers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from leaks import Snapshot, files_left
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        _skip(items, "slow", "slow: runs with --slow")
+    if any(item.get_closest_marker("cuda") for item in items):
+        import torch  # here, so that tests of the pure part run without it
+
+        if not torch.cuda.is_available():
+            _skip(items, "cuda", "needs a CUDA device")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """No test leaves a thread, an open spill file or pinned memory behind."""
+    before = Snapshot.take()
+    yield
+    leaks = before.leaks()
+    assert not leaks, f"left behind: {', '.join(leaks)}"
+
+
+@pytest.fixture
+def spill_dir(tmp_path: Path) -> Iterator[Path]:
+    """A directory for spill files, which must be empty again when the test has ended."""
+    directory = tmp_path / "spill"
+    directory.mkdir()
+    yield directory
+    left = files_left(directory)
+    assert not left, f"files left in the spill directory: {', '.join(left)}"

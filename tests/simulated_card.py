@@ -1,0 +1,179 @@
+"""A card made of ordinary memory whose streams run as late as they may, and in any legal order.
+
+Work is put into a stream and runs when somebody waits for it, or when chance lets it at a poll. A copy looks at its
+memory only when it runs, and fails the test if source or destination are gone by then.
+"""
+
+import ctypes
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from delta.runtime.device.accelerator import Event, Stream
+from delta.runtime.host import Slab, SlabSource
+
+Work = Callable[[], bool]  # does its thing and says True; False: not yet
+
+
+@dataclass
+class Marker:
+    """One recording of an event."""
+
+    passed: bool = True
+    at_ms: float = 0.0
+
+
+class SimulatedStream:
+    """Work in order, which only `SimulatedCard` lets run."""
+
+    def __init__(self, card: "SimulatedCard", name: str) -> None:
+        self.card = card
+        self.name = name
+        self.work: deque[Work] = deque()
+
+    def wait_event(self, event: Event) -> None:
+        assert isinstance(event, SimulatedEvent)
+        marker = event.marker  # as on a card: what is recorded later does not count
+        self.work.append(lambda: marker.passed)
+
+    def step(self) -> bool:
+        if not self.work or not self.work[0]():
+            return False
+        self.work.popleft()
+        return True
+
+
+class SimulatedEvent:
+    def __init__(self, card: "SimulatedCard") -> None:
+        self.card = card
+        self.marker = Marker()
+
+    def record(self, stream: Stream) -> None:
+        assert isinstance(stream, SimulatedStream)
+        marker = self.marker = Marker(passed=False)
+
+        def passes() -> bool:
+            marker.passed, marker.at_ms = True, next(self.card.ticks) * 0.01
+            return True
+
+        stream.work.append(passes)
+
+    def query(self) -> bool:
+        self.card.let_some_run()
+        return self.marker.passed
+
+    def synchronize(self) -> None:
+        self.card.run_until(lambda: self.marker.passed)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert isinstance(end, SimulatedEvent) and self.marker.passed and end.marker.passed
+        return end.marker.at_ms - self.marker.at_ms
+
+
+@dataclass
+class SimulatedCard:
+    """A `delta.runtime.device.accelerator.Accelerator`. ``ran`` lists the names of copies and kernels in the order
+    they ran.
+    """
+
+    seed: int = 0
+    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ran: list[str] = field(default_factory=list)
+    fraction: float = 1.0
+    emptied: int = 0
+    shared: list[str] = field(default_factory=list)
+    slabs: int = 0
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()
+        self.random = random.Random(self.seed)
+        self.ticks = itertools.count()
+        self.streams: list[SimulatedStream] = []
+        self.compute = self.new_stream()
+
+    def new_stream(self) -> SimulatedStream:
+        self.streams.append(SimulatedStream(self, f"stream{len(self.streams)}"))
+        return self.streams[-1]
+
+    def current_stream(self) -> SimulatedStream:
+        return self.compute
+
+    def new_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def kernel(self, name: str, work: Callable[[], object]) -> None:
+        """Put work into the current stream."""
+
+        def runs() -> bool:
+            work()
+            self.ran.append(name)
+            return True
+
+        self.compute.work.append(runs)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, SimulatedStream) and to.numel() == source.numel()
+        addresses, nbytes, name = (to.data_ptr(), source.data_ptr()), to.numel(), stream.name
+        alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in (to, source)]
+
+        def runs() -> bool:
+            assert not any(ref.expired() for ref in alive), "memory was freed while a copy was under way"
+            ctypes.memmove(*addresses, nbytes)
+            self.ran.append(name)
+            return True
+
+        stream.work.append(runs)
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(nbytes)
+        storage.fill_(0xFF)
+        return storage
+
+    def share_with(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        assert isinstance(stream, SimulatedStream)
+        self.shared.append(stream.name)
+
+    def allocated_bytes(self) -> int:
+        return 12345
+
+    def total_bytes(self) -> int:
+        return 2**30
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    def limit(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def slab_source(self) -> SlabSource:
+        def source(nbytes: int) -> Slab:
+            self.slabs += 1
+            return Slab(torch.zeros(nbytes, dtype=torch.uint8), self._slab_released)
+
+        return source
+
+    def _slab_released(self) -> None:
+        self.slabs -= 1
+
+    def let_some_run(self) -> None:
+        with self.lock:
+            for stream in self.random.sample(self.streams, len(self.streams)):
+                for _ in range(self.random.randrange(4)):
+                    stream.step()
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        """Run work, in an order that chance picks, until something is so."""
+        with self.lock:
+            while not reached():
+                moved = [stream.step() for stream in self.random.sample(self.streams, len(self.streams))]
+                assert any(moved), "streams wait for each other for ever"
+
+    def settle(self) -> None:
+        """Run everything."""
+        self.run_until(lambda: not any(stream.work for stream in self.streams))

@@ -1,0 +1,292 @@
+"""`deltactl`: what each command prints, its exit codes, and scripts run under it."""
+
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import delta
+from delta.cli import app, demo
+from delta.errors import SwapError
+from delta.report import Report
+from delta.timeline import Timeline
+
+ROOT = Path(__file__).parents[1]
+
+
+def deltactl(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, prog_name="deltactl")
+
+
+def refused(outcome: Result) -> str:
+    """The message of a command that a DeltaError ended: exit code 2, text on stderr, no traceback."""
+    assert outcome.exit_code == 2
+    assert outcome.stderr.startswith("deltactl: ") and "Traceback" not in outcome.stderr
+    return outcome.stderr.removeprefix("deltactl: ")
+
+
+def test_help_names_every_command() -> None:
+    text = deltactl("--help").output
+    for command in ("demo", "run", "policies", "timeline", "doctor"):
+        assert command in text
+
+
+def test_light_commands_do_not_import_torch() -> None:
+    code = "from delta.cli import app; app(['policies'], standalone_mode=False); import sys; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *listed, modules = done.stdout.splitlines()
+    assert "delta-paper" in "".join(listed)
+    assert "'delta.cli'" in modules and "'torch'" not in modules
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["policies"], ["policies", "list"]])
+def test_policies_lists_name_summary_and_source(arguments: list[str]) -> None:
+    lines = deltactl(*arguments).output.splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == delta.policies()
+    assert f"keep         {delta.load_policy('keep').summary}" in lines
+    assert any(line.startswith(" ") and "DELTA: Memory-Efficient" in line for line in lines)
+
+
+def test_policies_show_prints_the_file_with_its_comments(tmp_path: Path) -> None:
+    text = (ROOT / "policies" / "swap.yaml").read_text()
+    assert deltactl("policies", "show", "swap").output == text
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(text)
+    assert deltactl("policies", "show", str(mine)).output == text
+
+
+def test_policies_show_refuses_unknown_names() -> None:
+    assert "no policy of that name" in refused(deltactl("policies", "show", "nope"))
+
+
+# --- timeline ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timeline_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    timeline = Timeline(path, {"policy": "delta", "device": "cpu"})
+    timeline.emit("memory", 5, resident_bytes=100)
+    timeline.emit("step", 9, index=0, mode="idle", start_ns=0, end_ns=9, peak_bytes=100)
+    timeline.close()
+    return path
+
+
+def test_timeline_prints_a_table(timeline_file: Path) -> None:
+    text = deltactl("timeline", str(timeline_file)).output
+    assert text.startswith("policy delta on cpu, 1 steps, 2 events\n")
+    assert "100 B" in text
+
+
+def test_timeline_writes_what_is_asked_for(timeline_file: Path, tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "run.svg"
+    outcome = deltactl("timeline", str(timeline_file), "--chrome", str(trace), "--svg", str(picture))
+    assert (outcome.exit_code, outcome.output) == (0, "")
+    assert any(item["name"] == "step 0 (idle)" for item in json.loads(trace.read_text())["traceEvents"])
+    assert "run (peak 100 B)" in picture.read_text()
+
+
+def test_timeline_draws_several_runs(timeline_file: Path, tmp_path: Path) -> None:
+    other, picture = tmp_path / "plain.jsonl", tmp_path / "both.svg"
+    other.write_bytes(timeline_file.read_bytes())
+    assert deltactl("timeline", str(timeline_file), str(other), "--svg", str(picture)).exit_code == 0
+    assert "plain (peak 100 B)" in picture.read_text() and "run (peak 100 B)" in picture.read_text()
+    assert "only --svg takes more than one" in refused(deltactl("timeline", str(timeline_file), str(other)))
+
+
+def test_timeline_refuses_bad_files(timeline_file: Path, tmp_path: Path) -> None:
+    assert "No such file" in refused(deltactl("timeline", str(tmp_path / "none.jsonl")))
+    bad = str(tmp_path / "no" / "such" / "place.json")
+    assert f"{bad!r} cannot be written" in refused(deltactl("timeline", str(timeline_file), "--chrome", bad))
+
+
+# --- demo -------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_defaults_are_those_of_its_options() -> None:
+    from delta.runtime.demo import DemoOptions
+
+    defaults = {name: parameter.default for name, parameter in inspect.signature(demo).parameters.items()}
+    del defaults["as_json"]
+    assert defaults == {field.name: field.default for field in fields(DemoOptions)}
+
+
+def test_demo_refuses_bad_arguments() -> None:
+    assert refused(deltactl("demo", "--steps", "0")).startswith("steps=0: must be at least 1")
+    assert "8 apples" in refused(deltactl("demo", "--activations", "8 apples"))
+
+
+@pytest.mark.parametrize(("gradients", "code"), [("a", 0), ("b", 1)])
+def test_demo_prints_json_last_and_fails_on_different_gradients(
+    monkeypatch: pytest.MonkeyPatch, gradients: str, code: int
+) -> None:
+    from delta.runtime import demo_view
+    from delta.runtime.demo import DemoOptions, DemoResult, Side
+
+    def outcome(options: DemoOptions) -> DemoResult:
+        plain = Side(
+            times_ns=(4,),
+            losses=("0x1p+1",),
+            gradients=("a",),
+            parameters="p",
+            start_rss_bytes=1,
+            peak_rss_bytes=2,
+            rss_method="VmHWM",
+            counted_peak_bytes=8,
+        )
+        other = {"gradients": (gradients,), "report": {"peak_activation_bytes": 2}, "counted_peak_bytes": None}
+        return DemoResult(options, {"plain": plain, "delta": _changed(plain, other)})
+
+    monkeypatch.setattr(demo_view, "run_with_progress", outcome)
+    done = deltactl("demo", "--steps", "1", "--json", "--timeline", "t.jsonl")
+    assert done.exit_code == code
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["gradients_identical"] == (code == 0) and last["losses_identical"] is True
+    wanted = {"step_time_ratio": 1.0, "peak_activation_ratio": 0.25, "peak_rss_ratio": 1.0}
+    assert wanted.items() <= last.items()
+    assert (last["steps"], last["timeline"]) == (1, "t.jsonl")
+
+
+def _changed(side: Any, changes: dict[str, Any]) -> Any:
+    from dataclasses import replace
+
+    return replace(side, **changes)
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_tells_the_same_as_text_and_json() -> None:
+    text, found = deltactl("doctor").output, json.loads(deltactl("doctor", "--json").output)
+    cpu = found["devices"][0]
+    assert cpu["name"] == "cpu" and cpu["problem"] is None
+    assert cpu["out_bytes_per_s"] > 1e6 and cpu["in_bytes_per_s"] > 1e6
+    assert found["versions"]["torch"] and found["versions"]["torch"] in text
+    assert found["ram_bytes"] >= found["ram_available_bytes"] > 0
+    assert "copies out" in text and found["spill_directory"] in text
+    for item in found["missing"]:
+        assert item["what"] in text and item["how"] in text
+
+
+def test_doctor_reports_a_device_that_fails_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from delta.runtime import doctor
+
+    def broken(name: str, host: object) -> None:
+        raise SwapError("no driver")
+
+    monkeypatch.setattr(doctor, "make_device", broken)
+    outcome = deltactl("doctor")
+    assert outcome.exit_code == 0
+    assert "not usable: no driver" in outcome.output
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+class FakeRun:
+    """Stands for what `delta.evict` returns."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments, self.open = arguments, False
+
+    def __enter__(self) -> "FakeRun":
+        if self.arguments["budget"] == "bad":
+            raise delta.BudgetError("budget='bad'")
+        self.open = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.open = False
+
+    def report(self) -> Report:
+        return Report(policy="fake", device="cpu", steps=3)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
+    """What a fake `delta.evict` has returned so far."""
+    made: list[FakeRun] = []
+
+    def evict(**arguments: Any) -> FakeRun:
+        made.append(FakeRun(**arguments))
+        return made[-1]
+
+    monkeypatch.setitem(vars(delta), "evict", evict)
+    return made
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_run_looks_like_the_interpreter_to_the_script(runs: list[FakeRun], tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("value = 5\n")
+    path = script(
+        tmp_path,
+        "import sys, beside, pickle\nclass Local: pass\npickle.dumps(Local())\n"
+        "print(__name__, sys.argv[1:], sys.path[0], beside.value, __file__)\n",
+    )
+    argv, search = sys.argv, sys.path
+    done = deltactl("run", "--budget", "8GiB", path, "--steps", "3", "--", "-x")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == f"__main__ ['--steps', '3', '--', '-x'] {tmp_path} 5 {path}\n"
+    assert runs[0].arguments == {"budget": "8GiB", "activations": None, "policy": "delta", "timeline": None}
+    assert not runs[0].open
+    assert sys.argv is argv and sys.path is search
+    assert "policy fake on cpu\n  steps               3\n" in done.stderr
+
+
+def test_run_writes_the_report(runs: list[FakeRun], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    assert deltactl("run", "--report", str(file), script(tmp_path, "")).exit_code == 0
+    assert json.loads(file.read_text())["steps"] == 3
+    bad = deltactl("run", "--report", str(tmp_path / "no" / "r.json"), script(tmp_path, ""))
+    assert bad.exit_code == 2 and "r.json' cannot be written" in bad.stderr.replace("': cannot", "' cannot")
+
+
+@pytest.mark.parametrize(("code", "text"), [(0, "exit()"), (7, "exit(7)"), (1, "exit('gone')")])
+def test_run_passes_the_exit_code_through(runs: list[FakeRun], tmp_path: Path, code: int, text: str) -> None:
+    done = deltactl("run", script(tmp_path, f"import sys\nsys.{text}\n"))
+    assert done.exit_code == code
+    assert "policy fake on cpu" in done.stderr
+
+
+def test_run_shows_the_scripts_own_traceback(runs: list[FakeRun], tmp_path: Path) -> None:
+    done = deltactl("run", script(tmp_path, "def f():\n    return 1 / 0\nf()\n"))
+    assert done.exit_code == 1
+    assert done.stderr.startswith(
+        f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 3, in <module>'
+    )
+    assert "ZeroDivisionError" in done.stderr and "runpy" not in done.stderr
+    assert "policy fake on cpu" in done.stderr
+    assert not runs[0].open
+
+
+def test_run_shows_a_syntax_error(runs: list[FakeRun], tmp_path: Path) -> None:
+    done = deltactl("run", script(tmp_path, "def f(:\n"))
+    assert done.exit_code == 1
+    assert "SyntaxError" in done.stderr and "runpy" not in done.stderr
+
+
+def test_run_ends_on_an_error_of_delta_with_its_text(runs: list[FakeRun], tmp_path: Path) -> None:
+    done = deltactl("run", script(tmp_path, "import delta\nraise delta.SwapError('disk full')\n"))
+    assert done.exit_code == 2
+    assert "deltactl: disk full" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_refuses_what_cannot_run(runs: list[FakeRun], tmp_path: Path) -> None:
+    assert "there is no such file" in refused(deltactl("run", str(tmp_path / "none.py")))
+    assert runs == []
+    assert refused(deltactl("run", "--budget", "bad", script(tmp_path, "print('ran')"))) == "budget='bad'\n"

@@ -1,0 +1,204 @@
+import json
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+import yaml
+
+from delta.config import Policy
+from delta.errors import PolicyError
+from delta.policies import load, names, schema
+
+SHIPPED = ["delta", "delta-paper", "keep", "recompute", "swap"]
+
+
+def refused(name_or_path, overrides=None):
+    """The message of the error that loading gives."""
+    with pytest.raises(PolicyError) as caught:
+        load(name_or_path, overrides)
+    return str(caught.value)
+
+
+@pytest.fixture
+def refused_text(tmp_path):
+    """The message for a file with this content, without the file's name, which must lead each line."""
+
+    def check(content):
+        path = tmp_path / "mine.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        lines = refused(path).splitlines()
+        assert all(line.startswith(str(path)) for line in lines)
+        return "\n".join(line.removeprefix(str(path)) for line in lines)
+
+    return check
+
+
+def test_names_lists_what_is_shipped_default_first():
+    assert names() == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_policy_is_complete(name):
+    policy = load(name)
+    assert policy.name == name
+    assert policy.summary
+    text = (files("delta.policies") / f"{name}.yaml").read_text(encoding="utf-8")
+    assert text.startswith("#"), "a policy begins with a comment that explains it"
+    assert list(yaml.safe_load(text)) == [key for key in Policy.model_fields if key in yaml.safe_load(text)]
+
+
+@pytest.mark.parametrize("name", ["delta", "delta-paper"])
+def test_published_policies_cite_their_paper(name):
+    assert "10.1145/3689338" in load(name).source
+    assert "2203.15980" in load(name).source
+
+
+def test_defaults_are_those_of_delta_yaml():
+    shipped = load("delta")
+    assert Policy(name="delta", summary=shipped.summary, source=shipped.source) == shipped
+
+
+def test_delta_yaml_has_every_key():
+    values = yaml.safe_load((files("delta.policies") / "delta.yaml").read_text(encoding="utf-8"))
+    dumped = load("delta").model_dump()
+    assert values.keys() == dumped.keys()
+    for section, inner in values.items():
+        if isinstance(inner, dict):
+            assert inner.keys() == dumped[section].keys(), section
+
+
+def test_schema_json_is_the_models():
+    written = json.loads((files("delta.policies") / "schema.json").read_text(encoding="utf-8"))
+    assert written == json.loads(schema.text()), "regenerate it: python -m delta.policies.schema"
+
+
+def test_the_schemas_defaults_make_the_default_policy():
+    found = Policy.model_json_schema()
+    sections = {
+        key: {inner: value["default"] for inner, value in found["$defs"][model.__name__]["properties"].items()}
+        for key, model in ((key, field.annotation) for key, field in Policy.model_fields.items())
+        if hasattr(model, "model_fields")
+    }
+    assert sections["host"]["limit"] == "50%"
+    assert Policy.model_validate({"name": "delta", **sections}) == Policy(name="delta")
+    whole = {key: value["default"] for key, value in found["properties"].items() if key != "name"}
+    assert Policy.model_validate({"name": "delta", **whole}) == Policy(name="delta")
+
+
+def test_overrides():
+    policy = load("delta", {"filter.min_bytes": "2MiB", "budget.strict": True, "name": "mine"})
+    assert (policy.filter.min_bytes, policy.budget.strict, policy.name) == (2**21, True, "mine")
+    assert policy.filter.score == "delta"
+    assert load("delta") == load("delta", {}), "overrides do not stay"
+
+
+def test_an_override_may_make_a_section_the_file_leaves_out():
+    assert load("keep", {"filter.min_bytes": 0}).filter.min_bytes == 0
+
+
+def test_a_path(tmp_path, monkeypatch):
+    (tmp_path / "delta.yaml").write_text("\ufeffname: mine\nfilter: {score: lru}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for given in (tmp_path / "delta.yaml", str(tmp_path / "delta.yaml"), "delta.yaml"):
+        assert load(given).filter.score == "lru"
+    assert load("delta").filter.score == "delta", "a name is never a file"
+
+
+def test_unknown_name():
+    message = refused("detla")
+    assert "policy='detla'" in message and "Did you mean 'delta'?" in message
+    assert all(name in message for name in SHIPPED)
+    assert "Did you mean" not in refused("zzz")
+
+
+@pytest.mark.parametrize("given", ["missing.yaml", "missing.yml", "missing/delta", "nul\0.yaml", "."])
+def test_unreadable_path(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refused(given if given != "." else tmp_path)
+    assert message.startswith("policy=") and ("cannot read" in message)
+
+
+@pytest.mark.parametrize("given", [None, 3, ["delta"]])
+def test_neither_name_nor_path(given):
+    assert f"policy={given!r}: give a name (delta, " in refused(given)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", ": holds nothing, a policy is a mapping with the keys name, summary, "),
+        ("- a\n", ": holds a list, a policy is a mapping"),
+        ("just words", ": holds a str, a policy is a mapping"),
+        (b"name: caf\xe9\n", ": not UTF-8 text (byte 9). Save"),
+        ("name: [x\n", ", line 2: expected"),
+        ("name: x\0\n", ": not valid YAML"),
+        ("name: 2001-99-99\n", ": not valid YAML: month"),
+        ("[" * 3000, ": not valid YAML"),
+        ("name: x\nfilter: {}\nname: y\n", ", line 3: the key 'name' is given twice: keep one."),
+        ("name: x\nfilter: {score: lru, score: lru}\n", ", line 2: the key 'score' is given twice"),
+        ("name: x\n? [a, b]\n: 3\n", ", line 2: a key must be a word."),
+        ("name: !!python/object:os.system x\n", ", line 1: could not determine a constructor"),
+        ("{}", ": name: this key is missing, and has no default."),
+        ("name: ''\n", ": name='': string should have at least 1 character."),
+        ("name: x\nfilter: 3\n", ": filter=3: must be a section with the keys score, min_bytes."),
+        ("name: x\nfilter:\n", ": filter=None: must be a section with the keys score, min_bytes."),
+        ("name: x\nfiltr: {}\n", ": filtr={}: unknown key. Did you mean 'filter'? Allowed: name, summary, source, "),
+        ("name: x\nfilter: {scor: 1}\n", ": filter.scor=1: unknown key. Did you mean 'score'? Allowed: score, min_b"),
+        ("name: x\nfilter: {score: foo}\n", ": filter.score='foo': input should be 'delta', 'delta-paper', "),
+        ("name: x\nfilter: {min_bytes: 8 apples}\n", ": filter.min_bytes='8 apples': the unit 'apples' is unknown."),
+        ("name: x\nbudget: {reserve: 120%}\n", ": budget.reserve='120%': a share must lie between 0% and 100%."),
+        ("name: x\nbudget: {strict: maybe}\n", ": budget.strict='maybe': input should be a valid boolean"),
+        ("name: x\ndirector: {actions: []}\n", ": director.actions=[]: tuple should have at least 1 item"),
+        ("name: x\ndirector: {actions: [keep, keep]}\n", ": director.actions: each action may be named once"),
+        ("name: x\ndirector: {actions: [keep, encode]}\n", ": director.actions.1='encode': input should be 'keep'"),
+        ("name: x\ndirector: {actions: [keep]}\n", ": planner.kind=profile has nothing to plan"),
+        ("name: x\nrules: [{action: keep}]\n", ": rules.0: a rule needs `op` or `module`"),
+        ("name: x\nrules: [{op: a, acton: keep}]\n", ": rules.0.acton='keep': unknown key. Did you mean 'action'?"),
+        ("name: x\nrules: [3]\n", ": rules.0=3: must be a section with the keys op, module, action."),
+    ],
+)
+def test_bad_files(refused_text, content, message):
+    assert message in refused_text(content)
+
+
+def test_every_mistake_has_a_line(refused_text):
+    text = refused_text("filter: {score: foo, min_bytes: -1}\nbudgt: {}\n")
+    assert [line.split("=")[0].split(": ")[1] for line in text.splitlines()] == [
+        "name",
+        "filter.score",
+        "filter.min_bytes",
+        "budgt",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("filter.min_byte", "filter.min_bytes"), ("min_bytes", "filter.min_bytes"), ("strict", "budget.strict")],
+)
+def test_unknown_override(key, hint):
+    message = refused("delta", {key: 1})
+    assert message.startswith(f"override {key!r}: unknown key. Did you mean {hint!r}? Allowed: name, ")
+    assert "prefetch.window" in message
+
+
+@pytest.mark.parametrize("key", ["filter", "", 3, "filter.score.x"])
+def test_an_override_names_a_value(key):
+    assert refused("delta", {key: {}}).startswith(f"override {key!r}: unknown key.")
+
+
+def test_a_bad_override_value_says_so():
+    message = refused("delta", {"filter.min_bytes": "8 apples"})
+    assert message.startswith("delta.yaml with overrides {'filter.min_bytes': '8 apples'}: filter.min_bytes='8 apples'")
+
+
+def test_an_override_of_a_broken_section(tmp_path):
+    (tmp_path / "mine.yaml").write_text("name: x\nfilter: 3\n")
+    assert "filter=3: must be a section" in refused(tmp_path / "mine.yaml", {"filter.min_bytes": 0})
+
+
+@pytest.mark.parametrize("first", ["import delta", "import delta.policies", "from delta.policies import load"])
+def test_delta_policies_is_package_and_function(first):
+    program = f"{first}\nimport delta\nprint(delta.policies(), delta.policies.load('keep').name)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{SHIPPED} keep"
