@@ -28,9 +28,7 @@ class _Group(TyperGroup):
 
 
 _HELP = "Train PyTorch models under a memory budget by evicting saved activations."
-app = typer.Typer(
-    cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP
-)
+app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
 policies_app = typer.Typer(cls=_Group, invoke_without_command=True)
 app.add_typer(policies_app, name="policies")
 

@@ -134,13 +134,9 @@ class Engine:
         self._lost_ns += ns
 
     # -- forward --------------------------------------------------------------------------------------------------
-    def created(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> list[Instruction]:
-        """A storage was seen for the first time. A source is held from here on: recipes may read it (rule 8)."""
+    def created(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
+        """A storage was seen for the first time."""
         self.ledger.create(record, nbytes, kind, now_ns)
-        if kind is Kind.SOURCE and self._recording:
-            self.ledger.hold(record)
-            return [Hold(record)]
-        return []
 
     def op_ran(self, op: OpInfo, module: str = "") -> None:
         """An op was recorded; all its records have been created."""
@@ -172,7 +168,8 @@ class Engine:
             self.ledger.hold(record)
             out.append(Hold(record))
         if (plan := self.learner.plan) is not None:
-            return out + self._follow(rec, plan, now_ns) + self._make_room(0, now_ns)
+            out += self._follow(rec, plan, now_ns)
+            return out + self._make_room(_next_save_adds(plan, rec.saved_at), now_ns)
         return out + self._make_room(self._largest_bytes, now_ns)
 
     def before_overwrite(self, record: int, now_ns: int) -> list[Instruction]:
@@ -189,7 +186,7 @@ class Engine:
         return out
 
     def overwritten(self, old: int, new: int, preserved: bool, now_ns: int) -> list[Instruction]:
-        """The storage of `old` now holds the version `new` (already created)."""
+        """The storage of `old` now holds the version `new` (already created). `old` lives on until `version_ended`."""
         rec = self.ledger[old]
         if rec.handles:
             if not self.ledger[new].held:
@@ -205,7 +202,11 @@ class Engine:
             out.append(Release(old))
         self.ledger.gone(old)
         self._missing(rec)
-        return out + self._bury([old])
+        return out
+
+    def version_ended(self, old: int) -> list[Instruction]:
+        """The op that overwrote `old` has been recorded, if it is to be: without a reader the old version is forgotten."""
+        return self._bury([old])
 
     def storage_gone(self, record: int) -> list[Instruction]:
         """The storage died on the device."""
@@ -225,10 +226,9 @@ class Engine:
             return []
         if self.learner.in_step and rec.saved_at >= 0:
             self.learner.needed(rec.saved_at, now_ns - self._lost_ns)
-        out = self._bring(rec, now_ns)
-        return out + self._prefetch(now_ns)
+        return self._bring(rec, now_ns)
 
-    def served(self, handle: int, now_ns: int) -> list[Instruction]:
+    def served(self, handle: int) -> list[Instruction]:
         """The value was handed to backward."""
         record = self.ledger.resolve(handle)
         self.ledger[record].pins -= 1
@@ -376,7 +376,7 @@ class Engine:
             if over_bytes <= 0:
                 break
             # An eviction before this one may have taken what this recipe reads, or made its chain dearer: ask again.
-            if choice.action is Action.RECOMPUTE and not self.ledger.recoverable(rec.id):
+            if choice.action is Action.RECOMPUTE and not self.ledger.recoverable(rec.id, grasp=True):
                 continue
             out += self._carry_out(rec, choice.action, now_ns, wait=True)
             over_bytes -= rec.nbytes
@@ -410,7 +410,7 @@ class Engine:
     def _prospect(self, rec: Record, until_use_ns: int | None, now_ns: int) -> Prospect:
         op_name, module = self._ops_of_step.get(rec.id, ("", ""))
         chain_ns = None
-        if Action.RECOMPUTE in self.policy.director.actions and self.ledger.recoverable(rec.id):
+        if Action.RECOMPUTE in self.policy.director.actions and self.ledger.recoverable(rec.id, grasp=True):
             op = self.ledger.ops[rec.op] if rec.op is not None else None
             chain_ns = self._chains.cost_ns(op.cost_ns, op.inputs) if op is not None else None
         ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
@@ -445,17 +445,22 @@ class Engine:
             self.ledger.set_host(rec.id, Host.LEAVING)
             self.queue.begin_out(rec.nbytes, now_ns)
             return [SwapOut(rec.id, wait)]
+        out: list[Instruction] = []
+        if action is Action.RECOMPUTE:
+            for anchor in self.ledger.anchors(rec.id):
+                self.ledger.hold(anchor)
+                out.append(Hold(anchor))
         self.ledger.let_go(rec.id)
         if action is Action.RECOMPUTE:
             self._missing(rec)
-        return [Drop(rec.id, action)]
+        return [*out, Drop(rec.id, action)]
 
     def _follow(self, rec: Record, plan: Plan, now_ns: int) -> list[Instruction]:
         """Do with a freshly saved record what the plan says, as far as it can be done."""
         action = plan.actions[rec.saved_at] if rec.saved_at < len(plan.actions) else Action.KEEP
         if action is Action.KEEP or not self._may_go(rec):
             return []
-        if action is Action.RECOMPUTE and not self.ledger.recoverable(rec.id):
+        if action is Action.RECOMPUTE and not self.ledger.recoverable(rec.id, grasp=True):
             return []
         if action is Action.SWAP and self._host_full:
             return []
@@ -522,8 +527,12 @@ class Engine:
         rec.used_ns = now_ns
         return SwapIn(rec.id)
 
-    def _prefetch(self, now_ns: int) -> list[Instruction]:
-        """Start the copies back that the plan (or, without one, the order of the saves) puts here, as room allows."""
+    def prefetch(self, now_ns: int) -> list[Instruction]:
+        """A need was served: start the copies back that the plan (or else the order of the saves) puts here.
+
+        An event of its own, after the instructions of the need have been carried out: only then is it known which of
+        the storages let go of are still alive.
+        """
         window = self.policy.prefetch.window
         if window == 0 or Action.SWAP not in self.policy.director.actions:
             return []
@@ -539,7 +548,9 @@ class Engine:
             rec = self.ledger.records.get(self._by_order[order]) if order < len(self._by_order) else None
             if rec is None or not rec.handles or rec.held or rec.host is not Host.WHOLE:
                 continue
-            if self._fits(rec.nbytes, window):
+            if rec.alive:  # somebody else still has it: nothing to copy
+                out += self._bring(rec, now_ns)
+            elif self._fits(rec.nbytes, window):
                 out.append(self._swap_in(rec, now_ns))
             else:
                 waiting.append(order)
@@ -652,3 +663,10 @@ class Engine:
 
     def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: dict[int, Action]) -> Plan:
         return plan_step(graph, limit_bytes, self.queue.link, self.policy.director.actions, forced)
+
+
+def _next_save_adds(plan: Plan, order: int) -> int:
+    """Bytes by which the plan expects the next save to raise (or lower) what is resident: a copy out that is late by
+    then has to be waited for now, before the op that makes the next storage."""
+    ahead = plan.forward_bytes[order : order + 2]
+    return ahead[1] - ahead[0] if len(ahead) == 2 else 0

@@ -16,6 +16,7 @@ from delta.types import Action, Kind, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
 TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
+AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 SPARE = 0.9  # a step that stayed under this share of the limit without evicting is idle next time
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
@@ -33,7 +34,7 @@ class Profile:
     idle: bool = False
     refined: int = 0
     tightened: int = 0
-    squeeze: float = 1.0  # plans aim at this share of the limit, after a step whose peak was over it
+    squeeze: float = AIM  # plans aim at this share of the limit; less after a step whose peak was over it
 
 
 @dataclass(slots=True)
@@ -118,6 +119,7 @@ class Learner:
         log = self.log
         log.saves.append(record)
         log.save_ns.append(now_ns - (self.began_ns or 0))
+        log.ops_before.append(len(log.ops))
         log.nbytes[record] = nbytes
         log.kinds[record] = kind
 
@@ -179,7 +181,7 @@ class Learner:
             again = True
         if peak_bytes > limit_bytes and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
-            profile.squeeze *= 0.995 * limit_bytes / peak_bytes
+            profile.squeeze = max(0.9, profile.squeeze * limit_bytes / peak_bytes)
             again = True
         if again:
             self._plan(profile, limit_bytes, fitted=False)

@@ -197,24 +197,40 @@ class Ledger:
         rec.host = state
 
     # -- questions ------------------------------------------------------------------------------------------------
-    def recoverable(self, record: int) -> bool:
-        """Whether replaying ops, from what Delta can have without it, would bring the record back."""
+    def recoverable(self, record: int, grasp: bool = False) -> bool:
+        """Whether replaying ops, from what Delta can have without it, would bring the record back.
+
+        With `grasp`, what is merely alive counts too: `anchors` names what has to be held to make that lasting.
+        """
+        return self._roots(record, grasp) is not None
+
+    def anchors(self, record: int) -> list[int]:
+        """Records that nobody holds for Delta yet and that the recipe of `record` cannot do without (rule 8)."""
+        return self._roots(record, grasp=True) or []
+
+    def _roots(self, record: int, grasp: bool) -> list[int] | None:
+        """The merely alive records a replay of `record` would start from; None where it cannot start at all."""
         seen: set[int] = set()
+        loose: list[int] = []
         todo = [record]
         while todo:
-            op_id = self.records[todo.pop()].op
+            current = todo.pop()
+            op_id = self.records[current].op
             op = self.ops.get(op_id) if op_id is not None else None
             if op is None or not op.replayable:
-                return False
+                if not grasp or current == record or not self.records[current].alive:
+                    return None
+                loose.append(current)
+                continue
             if op.id in seen:
                 continue
             seen.add(op.id)
             for source in op.inputs:
                 if source == record:
-                    return False
+                    return None
                 if not self.records[source].available:
                     todo.append(source)
-        return True
+        return list(dict.fromkeys(loose))
 
     def missing_ops(self, record: int) -> list[OpInfo]:
         """The ops to replay, in their first order, to have `record` again. Empty if its bytes are there already."""

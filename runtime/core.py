@@ -97,6 +97,7 @@ class Core:
         self._inbox: deque[tuple[Literal["gone", "unsaved"], int]] = deque()
         self._lock = threading.RLock()
         self._depth = 0
+        self._draining = False
         self._owner = 0
         self._entered_ns = 0
         self._excluded_ns = 0
@@ -150,15 +151,19 @@ class Core:
 
     def _drain(self) -> None:
         """Take in what happened at times when the engine could not be told, and transfers that have ended."""
-        if self._going or self._coming:
-            self._poll()
-        while self._inbox:
-            what, record = self._inbox.popleft()
-            if what == "gone":
-                self._run(self.engine.storage_gone(record))
-            else:
-                self._run(self.engine.unsaved(record, time.perf_counter_ns()))
-                self._step_ended()
+        self._draining = True
+        try:
+            if self._going or self._coming:
+                self._poll()
+            while self._inbox:
+                what, record = self._inbox.popleft()
+                if what == "gone":
+                    self._run(self.engine.storage_gone(record))
+                else:
+                    self._run(self.engine.unsaved(record, time.perf_counter_ns()))
+                    self._step_ended()
+        finally:
+            self._draining = False
         if self.closing and self.engine.ledger.handles == 0:
             self._finish()
 
@@ -188,7 +193,7 @@ class Core:
         storage = tensor.untyped_storage()
         record = self.next_id()
         self.slots[record] = Slot(self._track(storage, record))
-        self._run(self.engine.created(record, storage.nbytes(), kind, time.perf_counter_ns()))
+        self.engine.created(record, storage.nbytes(), kind, time.perf_counter_ns())
         return record
 
     def recorded(self, op: OpInfo, recipe: Recipe | None) -> None:
@@ -239,6 +244,11 @@ class Core:
             self._run(self.engine.overwritten(old, new, old in preserved, time.perf_counter_ns()))
         return versions
 
+    def versions_ended(self, versions: Iterable[int]) -> None:
+        """The op that made new versions out of these has been recorded, or will not be."""
+        for old in versions:
+            self._run(self.engine.version_ended(old))
+
     # -- saving and bringing back -----------------------------------------------------------------------------------
     def saved(self, tensor: Tensor, signature: int) -> int:
         """Autograd saved a tensor; returns its record."""
@@ -262,7 +272,8 @@ class Core:
                 self._replay_chain(record)
             return self._ready(record)
         finally:
-            self._run(self.engine.served(handle, time.perf_counter_ns()))
+            self._run(self.engine.served(handle))
+            self._run(self.engine.prefetch(time.perf_counter_ns()))
             self._measure()
 
     def _ready(self, record: int) -> torch.UntypedStorage:
@@ -328,7 +339,7 @@ class Core:
         for instruction in instructions:
             match instruction:
                 case Hold(record):
-                    self.slots[record].storage = self.slots[record].alive()
+                    self._hold(record)
                 case Drop(record, action):
                     self._let_go(record)
                     self._emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
@@ -345,6 +356,13 @@ class Core:
                     self._preserve(record)
                 case Forget(record):
                     self._forget(record)
+        if not self._draining and self._inbox:
+            self._drain()
+
+    def _hold(self, record: int) -> None:
+        slot = self.slots[record]
+        slot.storage = slot.alive()
+        assert slot.storage is not None, f"record {record} is dead and cannot be held"
 
     def _let_go(self, record: int) -> None:
         slot = self.slots[record]
@@ -448,6 +466,8 @@ class Core:
     def _in_failed(self, record: int) -> None:
         slot = self.slots[record]
         self._coming.remove(record)
+        if slot.ref is not None:
+            self._records.pop(slot.ref.key, None)
         slot.coming = slot.storage = slot.ref = None
         self.engine.copy_in_failed(record)
 
@@ -478,6 +498,10 @@ class Core:
                     self._in_ended(record)
             except SwapError:
                 self._in_failed(record)
+
+    def own_time(self, ns: int) -> None:
+        """The user's own op ran this long inside `entered`: not Delta's overhead."""
+        self._excluded_ns += ns
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
     def _spent(self, ns: int) -> None:

@@ -4,8 +4,8 @@ It is a daemon (never keeps the process alive), holds its owner only weakly (a f
 exception in the function is kept for `Daemon.check` to raise in the user's thread: training itself is never hurt by
 it.
 
-Idle cost, measured: see `tests/test_daemon.py`; at a period of 100 ms well under 0.1 % of a core besides what the
-function takes.
+Idle cost, measured with `time.thread_time_ns` at a period of 100 ms, reading the resident size at each tick: 0.2 % of a
+core.
 """
 
 import inspect
@@ -80,7 +80,8 @@ def _run(shared: _Shared, owner: Callable[[], Tick | None], period_s: float) -> 
         try:
             tick()
         except Exception as error:
-            shared.error = shared.error or _without_frames(error)
+            if shared.error is None:
+                shared.error = _without_frames(error)
         del tick  # the owner is not held while this thread sleeps
 
 

@@ -29,13 +29,14 @@ def print_result(result: DemoResult, console: Console) -> None:
         f"batch {options.batch}, {options.steps} steps on {options.device}, {options.threads} threads; "
         f"policy {options.policy}, activations={options.activations}",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(_table(result))
     console.print(f"losses identical: {_yes(result.losses_identical)}", highlight=False)
     console.print(f"gradients identical: {_yes(result.gradients_identical)}", highlight=False)
     report = result.sides["delta"].report or {}
     for text in report.get("warnings", ()):
-        console.print(f"warning: {text}", style="yellow", highlight=False, markup=False)
+        console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     timeline = options.timeline
     console.print(
         f"timeline: {timeline}; to look at it: deltactl timeline {timeline} --chrome trace.json, "

@@ -68,7 +68,6 @@ class Product:
 class Recipe:
     """One recorded call."""
 
-    op: int
     func: OpOverload
     facts: OpFacts
     args: tuple[Any, ...]
@@ -79,8 +78,17 @@ class Recipe:
     generator_state: Tensor | None
 
 
-def strip(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-    """Argument lists with every tensor replaced by a `Slot`, and the tensors in order."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments with every tensor replaced by a `Slot`, and the tensors in order."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+
+
+def strip(args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """Take the tensors out of an op's arguments."""
     tensors: list[Tensor] = []
 
     def visit(value: Any) -> Any:
@@ -91,7 +99,7 @@ def strip(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...],
             return type(value)(visit(item) for item in value)
         return value
 
-    return tuple(visit(arg) for arg in args), {name: visit(arg) for name, arg in kwargs.items()}, tensors
+    return Call(tuple(visit(arg) for arg in args), {name: visit(arg) for name, arg in kwargs.items()}, tensors)
 
 
 def fill(value: Any, tensors: Sequence[Tensor]) -> Any:

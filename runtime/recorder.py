@@ -47,14 +47,16 @@ class Recorder(TorchDispatchMode):
         facts = facts_of(func)
         if facts.view:
             return func(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # in backward
-            return self._write_only(func, facts, args, kwargs) if facts.writes else func(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return self._write_only(func, facts, args, kwargs, keep_track=True)
-        return self._record(func, facts, args, kwargs)
+        backward = torch._C._current_graph_task_id() != -1
+        if not backward and torch.is_grad_enabled():
+            return self._record(func, facts, args, kwargs)
+        keep_track = not backward and self._core.engine.learner.in_step
+        if keep_track or (facts.writes and self._core.engine.ledger.ops):
+            return self._watch(func, facts, args, kwargs, keep_track)
+        return func(*args, **kwargs)
 
-    def _write_only(
-        self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool = False
+    def _watch(
+        self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool
     ) -> Any:
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
@@ -62,7 +64,7 @@ class Recorder(TorchDispatchMode):
             written = _written(facts, facts.statistics_written(args), args, kwargs)
             preserved = core.before_overwrite(written)
             result = core.rescued(func, args, kwargs)
-            core.overwritten(written, preserved)
+            core.versions_ended(core.overwritten(written, preserved))
             if keep_track:
                 self._products(results_of(result), [], {})
         return result
@@ -70,34 +72,43 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         core = self._core
         statistics = facts.statistics_written(args)
-        plain_args, plain_kwargs, tensors = strip(_without(args, statistics), kwargs)
+        call = strip(_without(args, statistics), kwargs)
         with core.entered():
             written = _written(facts, statistics, args, kwargs)
-            inputs = self._inputs(tensors)
+            inputs = self._inputs(call.tensors)
             preserved = core.before_overwrite(written)
-            generator, state = _generator(facts, tensors, args, kwargs, core.device.torch_device)
+            generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
             mark = core.clock.start()
             result = core.rescued(func, args, kwargs)
-            token = core.clock.stop(mark)
+            cost_ns = core.clock.elapsed_ns(core.clock.stop(mark)) or 0
+            core.own_time(cost_ns)
             results = results_of(result)
             new_versions = core.overwritten(written, preserved)
-            products = self._products(results, tensors, new_versions)
-            if not products:
-                return result
-            op_id, replayable = core.next_id(), self._replayable(facts, results, generator)
-            recipe = None
-            if replayable and inputs is not None:
-                recipe = Recipe(
-                    op_id, func, facts, plain_args, plain_kwargs, tuple(inputs), tuple(products), generator, state
-                )
-            read = tuple(dict.fromkeys(entry.record for entry in inputs)) if recipe is not None and inputs else ()
-            made = tuple(product.record for product in products)
-            overwrites = tuple(new_versions) if recipe is not None else ()
-            cost_ns = core.clock.elapsed_ns(token) or 0
-            core.recorded(OpInfo(op_id, facts.name, read, made, cost_ns, recipe is not None, overwrites), recipe)
+            products = self._products(results, call.tensors, new_versions)
+            if products:
+                recipe = None
+                if inputs is not None and self._replayable(facts, results, generator):
+                    recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state)
+                core.recorded(self._op(facts, recipe, products, new_versions, cost_ns), recipe)
+            core.versions_ended(new_versions)
         return result
 
-    def _inputs(self, tensors: list[Tensor]) -> list[Input] | None:
+    def _op(
+        self,
+        facts: OpFacts,
+        recipe: Recipe | None,
+        products: Sequence[Product],
+        new_versions: dict[int, int],
+        cost_ns: int,
+    ) -> OpInfo:
+        """The engine's side of a record: an op without a recipe reads nothing, so it keeps nothing alive."""
+        made = tuple(product.record for product in products)
+        if recipe is None:
+            return OpInfo(self._core.next_id(), facts.name, (), made, cost_ns, False)
+        read = tuple(dict.fromkeys(entry.record for entry in recipe.inputs))
+        return OpInfo(self._core.next_id(), facts.name, read, made, cost_ns, True, tuple(new_versions))
+
+    def _inputs(self, tensors: Sequence[Tensor]) -> tuple[Input, ...] | None:
         """The op's inputs as records, or None where one of them cannot be had again."""
         inputs: list[Input] | None = []
         for tensor in tensors:
@@ -106,14 +117,14 @@ class Recorder(TorchDispatchMode):
                 inputs = None
                 continue
             inputs.append(Input(record, View.of(tensor)))
-        return inputs
+        return tuple(inputs) if inputs is not None else None
 
     def _products(
-        self, results: list[Tensor], tensors: list[Tensor], new_versions: dict[int, int]
-    ) -> list[Product]:
+        self, results: Sequence[Tensor], tensors: Sequence[Tensor], new_versions: dict[int, int]
+    ) -> tuple[Product, ...]:
         """Records for the storages this op made or wrote. Results that share an input's storage make nothing."""
         core = self._core
-        products = []
+        products: list[Product] = []
         for index, tensor in enumerate(tensors):
             record = core.known(tensor) if new_versions else None
             if record in new_versions.values() and all(p.record != record for p in products):
@@ -125,9 +136,9 @@ class Recorder(TorchDispatchMode):
             if nbytes:
                 record = core.create(tensor, Kind.ACTIVATION)
                 products.append(Product(record, nbytes, View.of(tensor), result=index))
-        return products
+        return tuple(products)
 
-    def _replayable(self, facts: OpFacts, results: list[Tensor], generator: torch.Generator | None) -> bool:
+    def _replayable(self, facts: OpFacts, results: Sequence[Tensor], generator: torch.Generator | None) -> bool:
         may = facts.replayable_on_cuda if self._core.device.kind == "cuda" else facts.replayable
         return may and (not facts.seeded or generator is not None) and all(is_plain(tensor) for tensor in results)
 
@@ -155,7 +166,7 @@ def _without(args: Sequence[Any], statistics: Sequence[int]) -> Sequence[Any]:
 
 
 def _generator(
-    facts: OpFacts, tensors: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
+    facts: OpFacts, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[torch.Generator | None, Tensor | None]:
     """The generator a seeded op draws from and its state before the draw."""
     if not facts.seeded:

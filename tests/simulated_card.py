@@ -1,7 +1,8 @@
 """A card made of ordinary memory whose streams run as late as they may, and in any legal order.
 
 Work is put into a stream and runs when somebody waits for it, or when chance lets it at a poll. A copy looks at its
-memory only when it runs, and fails the test if source or destination are gone by then.
+memory only when it runs. As with a caching allocator, memory that the card gave out and that the host has dropped goes
+to other work in the compute stream's order: a copy that runs after that fails the test.
 """
 
 import ctypes
@@ -19,6 +20,19 @@ from delta.runtime.device.accelerator import Event, Stream
 from delta.runtime.host import Slab, SlabSource
 
 Work = Callable[[], bool]  # does its thing and says True; False: not yet
+
+
+@dataclass
+class Memory:
+    """Bytes that the card gave out. They outlive the storage over them, so a wrong copy fails a check and not the
+    process.
+    """
+
+    content: bytearray
+    address: int
+    storage: StorageWeakRef
+    dropped: bool = False
+    reused: bool = False
 
 
 @dataclass
@@ -95,6 +109,7 @@ class SimulatedCard:
         self.random = random.Random(self.seed)
         self.ticks = itertools.count()
         self.streams: list[SimulatedStream] = []
+        self.given_out: list[Memory] = []
         self.compute = self.new_stream()
 
     def new_stream(self) -> SimulatedStream:
@@ -120,10 +135,10 @@ class SimulatedCard:
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, SimulatedStream) and to.numel() == source.numel()
         addresses, nbytes, name = (to.data_ptr(), source.data_ptr()), to.numel(), stream.name
-        alive = [StorageWeakRef(tensor.untyped_storage()) for tensor in (to, source)]
+        checks = [self._check(tensor) for tensor in (to, source)]
 
         def runs() -> bool:
-            assert not any(ref.expired() for ref in alive), "memory was freed while a copy was under way"
+            assert all(check() for check in checks), "memory was freed while a copy was under way"
             ctypes.memmove(*addresses, nbytes)
             self.ran.append(name)
             return True
@@ -131,9 +146,30 @@ class SimulatedCard:
         stream.work.append(runs)
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        storage = torch.UntypedStorage(nbytes)
-        storage.fill_(0xFF)
+        content = bytearray(b"\xff" * max(nbytes, 1))
+        bytes_ = torch.frombuffer(content, dtype=torch.uint8)
+        storage = bytes_.untyped_storage() if nbytes else torch.UntypedStorage(0)
+        self.given_out.append(Memory(content, bytes_.data_ptr(), StorageWeakRef(storage)))
         return storage
+
+    def _check(self, tensor: torch.Tensor) -> Callable[[], bool]:
+        """Whether this tensor's memory is still its own when that is asked later."""
+        address = tensor.untyped_storage().data_ptr()
+        memory = next((memory for memory in reversed(self.given_out) if memory.address == address), None)
+        if memory is not None:
+            return lambda: not memory.reused
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return lambda: not storage.expired()
+
+    def _reuse_dropped(self) -> None:
+        for memory in self.given_out:
+            if not memory.dropped and memory.storage.expired():
+                memory.dropped = True
+                self.compute.work.append(lambda memory=memory: self._reuse(memory))  # type: ignore[misc]
+
+    def _reuse(self, memory: Memory) -> bool:
+        memory.reused = True
+        return True
 
     def share_with(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         assert isinstance(stream, SimulatedStream)
@@ -163,6 +199,7 @@ class SimulatedCard:
 
     def let_some_run(self) -> None:
         with self.lock:
+            self._reuse_dropped()
             for stream in self.random.sample(self.streams, len(self.streams)):
                 for _ in range(self.random.randrange(4)):
                     stream.step()
@@ -170,9 +207,11 @@ class SimulatedCard:
     def run_until(self, reached: Callable[[], bool]) -> None:
         """Run work, in an order that chance picks, until something is so."""
         with self.lock:
+            self._reuse_dropped()
             while not reached():
-                moved = [stream.step() for stream in self.random.sample(self.streams, len(self.streams))]
-                assert any(moved), "streams wait for each other for ever"
+                order = self.random.sample(self.streams, len(self.streams))
+                # One step of one stream: were all moved on together, no stream would ever run ahead of another.
+                assert any(stream.step() for stream in order), "streams wait for each other for ever"
 
     def settle(self) -> None:
         """Run everything."""

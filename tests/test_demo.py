@@ -15,7 +15,7 @@ from torch import nn
 import delta
 from delta.errors import BudgetError, DeltaError, PolicyError
 from delta.report import Report
-from delta.runtime import demo, demo_measure
+from delta.runtime import demo, demo_measure, demo_worker
 from delta.runtime.demo import DemoOptions, DemoResult, Side, run_demo
 from delta.runtime.demo_measure import ResidentPeak, SavedBytes, digest
 from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
@@ -93,7 +93,7 @@ def test_digest_sees_every_bit() -> None:
     assert digest([base]) != digest([torch.tensor([-0.0, 1.0])])
     assert digest([base]) != digest([base[:, None]])
     assert digest([base, base]) != digest([base])
-    assert digest([torch.eye(2).t()[:, :1]]) == digest([torch.tensor([[1.0], [0.0]])])  # strides do not matter
+    assert digest([torch.arange(4.0).view(2, 2)[:, :1]]) == digest([torch.tensor([[0.0], [2.0]])])  # not its neighbours
     assert digest([torch.empty(0)]) != digest([])
 
 
@@ -194,7 +194,19 @@ def test_plain_worker_reports_steps_and_figures() -> None:
     assert end["peak_rss_bytes"] >= end["start_rss_bytes"] > 0
 
 
-def test_checkpointing_gives_the_same_bits_with_less_saved() -> None:
+def test_checkpointing_wraps_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def checkpoint(forward: object, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+        calls.append(use_reentrant)
+        return x
+
+    monkeypatch.setattr(demo_worker, "checkpoint", checkpoint)
+    converse(TINY.spec("checkpoint"), STEPS[0])
+    assert calls == [False, False]
+
+
+def test_checkpointing_gives_the_same_bits() -> None:
     plain = converse(TINY.spec("plain"), *STEPS, FINISH)
     other = converse(TINY.spec("checkpoint"), *STEPS, FINISH)
     for ours, theirs in zip(plain[1:3], other[1:3], strict=True):

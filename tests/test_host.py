@@ -1,6 +1,7 @@
 """The pinned pool, with plain memory in place of pinned."""
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -137,7 +138,7 @@ def test_slabs_come_from_the_cards_node(monkeypatch: pytest.MonkeyPatch) -> None
     seen: list[set[int]] = []
     monkeypatch.setattr(pinned, "node_cpus", lambda node: frozenset({max(cpus)} if node == 1 else ()))
     monkeypatch.setattr(pinned, "_registered_slab", lambda nbytes: seen.append(os.sched_getaffinity(0)))
-    monkeypatch.setattr(pinned.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for node in (1, 0, None):
         pinned.slab_source(node)(4096)
     assert seen == [{max(cpus)}, cpus, cpus]

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-import pynvml
+import psutil
+import pynvml  # type: ignore[import-untyped]
 import pytest
 
 from delta.runtime import monitor
@@ -96,7 +97,7 @@ def test_node_cpus(tmp_path: Path, content: str | None, cpus: set[int]) -> None:
 
 def test_where_a_spill_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
-        monitor.psutil,
+        psutil,
         "disk_partitions",
         lambda all: [
             SimpleNamespace(mountpoint="/", fstype="ext4"),

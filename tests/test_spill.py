@@ -1,6 +1,7 @@
 """The spill file: exact bytes through every kind of trouble the system can make."""
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 
 from delta.errors import HostFullError, SwapError
-from delta.runtime import spill
 from delta.runtime.extents import Extent
 from delta.runtime.rawmem import AlignedBuffer
 from delta.runtime.spill import BLOCK_BYTES, CHUNK_BYTES, SpillFile
@@ -208,11 +208,11 @@ def test_a_full_disk_is_noticed_when_room_is_reserved(file: SpillFile, monkeypat
 
 def test_a_file_system_without_o_direct_is_used_buffered(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(fd: int, command: int, flags: int = 0) -> int:
-        if command == spill.fcntl.F_SETFL and flags & os.O_DIRECT:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no")
         return 0
 
-    monkeypatch.setattr(spill.fcntl, "fcntl", refuses)
+    monkeypatch.setattr(fcntl, "fcntl", refuses)
     file = SpillFile(str(spill_dir))
     content = os.urandom(10_001)
     assert read(file, write(file, content), len(content)) == content

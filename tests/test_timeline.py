@@ -311,6 +311,27 @@ def test_svg_of_two_runs_draws_each_and_stays_small() -> None:
     assert len(svg) < 100_000
 
 
+@pytest.mark.parametrize(("usual", "once", "height"), [(0, 100, "V74"), (100, 0, "V352")])
+def test_svg_never_thins_out_a_spike(usual: int, once: int, height: str) -> None:
+    """One sample of 50,000 differs, amid its column of pixels; the plot reaches from y=352 (0 B) to y=74 (100 B)."""
+    events = [
+        Event(t, "memory", {"resident_bytes": 100, "unevicted_bytes": once if t == 25_003 else usual})
+        for t in range(50_000)
+    ]
+    paths = ET.fromstring(to_svg([Series("delta", FULL_HEADER, events)])).iter("{http://www.w3.org/2000/svg}path")
+    (unfilled,) = (path.attrib["d"] for path in paths if path.attrib["fill"] == "none")
+    assert height in unfilled
+
+
+def test_svg_begins_with_the_first_step() -> None:
+    """Memory at 5, 1000 and 1004 ns and a step from 1000 ns on: the picture spans 4 ns and shows no 500 bytes."""
+    samples = [Event(t, "memory", {"resident_bytes": nbytes}) for t, nbytes in ((5, 500), (1000, 20), (1004, 30))]
+    step = Event(1004, "step", {"index": 0, "mode": "idle", "start_ns": 1000, "end_ns": 1004, "peak_bytes": 30})
+    texts = svg_texts(to_svg([Series("delta", FULL_HEADER, [*samples, step])]))
+    assert "delta (peak 30 B)" in texts and "time [ns]" in texts
+    assert {"0", "1", "2", "3", "4"} <= set(texts) and "5" not in texts
+
+
 def test_svg_without_memory_events_is_refused() -> None:
     with pytest.raises(TimelineError, match="'delta' holds no memory events"):
         to_svg([Series("delta", FULL_HEADER, EVENTS_OF_A_STEP[:1])])

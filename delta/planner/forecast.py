@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from delta.planner.steplog import StepGraph
 from delta.types import Action, Link
@@ -22,8 +23,13 @@ EARLY = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`resident_bytes[p]`: the most that is resident while need p is served. `back_at[v]`: position where v is back."""
+    """What is resident, and when.
 
+    `forward_bytes[k]` is resident when the k-th storage has just been saved, `resident_bytes[p]` the most while need p is
+    served; `back_at[v]` is the position where v is back.
+    """
+
+    forward_bytes: tuple[int, ...]
     resident_bytes: tuple[int, ...]
     back_at: tuple[int, ...]
     prefetch: dict[int, tuple[int, ...]]
@@ -33,7 +39,7 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.resident_bytes, default=0)
+        return max(max(self.resident_bytes, default=0), max(self.forward_bytes, default=0))
 
 
 def schedule_copies_back(
@@ -54,6 +60,17 @@ def schedule_copies_back(
     return {at: tuple(orders) for at, orders in prefetch.items()}, late_ns
 
 
+def copies_out(graph: StepGraph, actions: Sequence[Action], link: Link) -> dict[int, int]:
+    """When the copy out of each swapped storage ends: first in, first out, from the moment it is saved."""
+    done: dict[int, int] = {}
+    free_ns = 0
+    for v, action in enumerate(actions):
+        if action is Action.SWAP:
+            free_ns = max(free_ns, graph.save_ns[v]) + link.out_ns(graph.nodes[graph.saved[v]].nbytes)
+            done[v] = free_ns
+    return done
+
+
 def forecast(graph: StepGraph, actions: Sequence[Action], link: Link) -> Forecast:
     """Walk backward under `actions`, one for each saved storage."""
     return _Walk(graph, actions, link).run()
@@ -66,6 +83,7 @@ class _Walk:
         self.resident = 0
         self.present = [False] * len(graph.saved)
         self.back_at = [-1] * len(graph.saved)
+        self.out_done_ns = copies_out(graph, actions, link)
         self.replay_ns = 0
         self.at = 0
         self.most = 0
@@ -96,21 +114,31 @@ class _Walk:
         )
         busy_ns = self.link.out_ns(swap_bytes) + self.link.in_ns(swap_bytes)
         stall_ns = late_ns + int(busy_ns * self.link.interference)
-        return Forecast(tuple(resident), tuple(self.back_at), prefetch, self.replay_ns, stall_ns, swap_bytes)
+        return Forecast(
+            tuple(self._forward()), tuple(resident), tuple(self.back_at), prefetch, self.replay_ns, stall_ns, swap_bytes
+        )
+
+    def _forward(self) -> list[int]:
+        """Resident bytes after each save: what is kept, what the program still uses, what is on its way out."""
+        graph = self.graph
+        count = len(graph.saved)
+        change = [0] * (count + 1)
+        for v, node in enumerate(graph.saved):
+            until = count
+            if self.actions[v] is not Action.KEEP:
+                until = graph.floats_to[v] + 1
+            if v in self.out_done_ns:
+                until = max(until, bisect_right(graph.save_ns, self.out_done_ns[v]))
+            change[v] += graph.nodes[node].nbytes
+            change[until] -= graph.nodes[node].nbytes
+        return list(accumulate(change[:count]))
 
     def _leaving(self) -> dict[int, int]:
         """Bytes still on their way out at each position: a copy out may not have ended when backward begins."""
         leaving: dict[int, int] = {}
-        free_ns = 0
-        for v, node in enumerate(self.graph.saved):
-            if self.actions[v] is not Action.SWAP:
-                continue
-            nbytes = self.graph.nodes[node].nbytes
-            free_ns = max(free_ns, self.graph.save_ns[v]) + self.link.out_ns(nbytes)
-            for position, at_ns in enumerate(self.graph.need_ns):
-                if at_ns >= free_ns:
-                    break
-                leaving[position] = leaving.get(position, 0) + nbytes
+        for v, done_ns in self.out_done_ns.items():
+            for position in range(bisect_right(self.graph.need_ns, done_ns)):
+                leaving[position] = leaving.get(position, 0) + self.graph.nodes[self.graph.saved[v]].nbytes
         return leaving
 
     def _bring(self, v: int, node: int) -> None:

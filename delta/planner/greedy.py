@@ -11,7 +11,7 @@ Bounds: no optimality; the covering integer program (policy `monet`) is for that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from delta.planner.forecast import Forecast, forecast
@@ -77,6 +77,7 @@ class _Greedy:
             self.now.prefetch,
             tuple(tuple(positions) for positions in needs),
             self.graph.need_ns,
+            self.now.forward_bytes,
             self.now.peak_bytes,
             self.now.replay_ns,
             self.now.swap_bytes,
@@ -84,27 +85,31 @@ class _Greedy:
 
     def _relieve(self) -> bool:
         """Evict at the worst position. False if nothing there can go."""
-        resident = self.now.resident_bytes
-        worst = max(range(len(resident)), key=resident.__getitem__)
-        wanted = max(1, int((resident[worst] - self.limit) * BATCH))
-        options = sorted(self._options(worst), key=lambda option: (option.per_byte, -option.order))
+        now = self.now
+        forward, backward = max(now.forward_bytes, default=0), max(now.resident_bytes, default=0)
+        if forward > backward:
+            saves = now.forward_bytes.index(forward)
+            options = self._options(-1, lambda v: v < saves and self.graph.floats_to[v] < saves)
+        else:
+            worst = now.resident_bytes.index(backward)
+            options = self._options(worst, lambda v: self.graph.release[v] > worst)
         if not options:
-            return self._break_chain(worst)
-        for option in options:
+            return forward <= backward and self._break_chain(now.resident_bytes.index(backward))
+        wanted = max(1, int((max(forward, backward) - self.limit) * BATCH))
+        for option in sorted(options, key=lambda option: (option.per_byte, -option.order)):
             self._take(option)
             wanted -= option.nbytes
             if wanted <= 0:
                 break
         return True
 
-    def _options(self, worst: int) -> list[_Option]:
+    def _options(self, worst: int, resident: Callable[[int], bool]) -> list[_Option]:
+        """Ways to evict what is `resident` at the worst position and not needed before it."""
         graph = self.graph
         options = []
         for v, action in enumerate(self.actions):
             node = graph.nodes[graph.saved[v]]
-            if action is not Action.KEEP or not node.evictable:
-                continue
-            if graph.release[v] <= worst or graph.first_need[v] <= worst:
+            if action is not Action.KEEP or not node.evictable or graph.first_need[v] <= worst or not resident(v):
                 continue
             best = min(self._ways(v, node.nbytes), key=lambda option: option.cost_ns, default=None)
             if best is not None:

@@ -10,6 +10,7 @@ handle on v died before need p.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from delta.types import Action, Kind, OpInfo
@@ -22,6 +23,7 @@ class StepLog:
     ops: list[OpInfo] = field(default_factory=list)
     saves: list[int] = field(default_factory=list)  # records in the order of their first save
     save_ns: list[int] = field(default_factory=list)
+    ops_before: list[int] = field(default_factory=list)  # ops that had run when it was saved
     signatures: list[int] = field(default_factory=list)  # one for every pack, repeated saves included
     needs: list[tuple[int, int]] = field(default_factory=list)  # (save order, net time)
     releases: list[tuple[int, int]] = field(default_factory=list)  # (save order, number of needs before)
@@ -49,6 +51,7 @@ class StepGraph:
     ops: tuple[OpInfo, ...]  # ids, inputs and outputs renumbered to indices
     saved: tuple[int, ...]  # node of each save order
     save_ns: tuple[int, ...]
+    floats_to: tuple[int, ...]  # by save order: the last save at which the program itself still uses the storage
     needs: tuple[int, ...]  # save order of each need
     need_ns: tuple[int, ...]
     first_need: tuple[int, ...]  # by save order; len(needs) if never needed
@@ -69,6 +72,7 @@ class Plan:
     prefetch: dict[int, tuple[int, ...]]  # need position -> save orders whose copy back starts there
     next_needs: tuple[tuple[int, ...], ...]  # by save order: positions of its needs
     need_ns: tuple[int, ...]
+    forward_bytes: tuple[int, ...]  # resident after each save, as forecast
     peak_bytes: int
     replay_ns: int
     swap_bytes: int
@@ -129,9 +133,23 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
         ops,
         tuple(index[record] for record in log.saves),
         tuple(log.save_ns),
+        _floats_to(log),
         tuple(saved for saved, _ in log.needs),
         tuple(at_ns for _, at_ns in log.needs),
         tuple(first_need),
         tuple(release),
         log.end_ns,
+    )
+
+
+def _floats_to(log: StepLog) -> tuple[int, ...]:
+    """Until which save each storage stays alive even if it is evicted: its last reader in forward has to end first."""
+    last_reader: dict[int, int] = {}
+    for position, op in enumerate(log.ops):
+        for record in (*op.inputs, *op.outputs):
+            last_reader[record] = position
+    # What an op saves of its results is saved when the op has been counted already: hence `right` of its position + 1.
+    return tuple(
+        max(order, bisect_right(log.ops_before, last_reader.get(record, -1) + 1) - 1)
+        for order, record in enumerate(log.saves)
     )

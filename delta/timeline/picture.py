@@ -14,8 +14,8 @@ from delta.timeline.axis import Scale, bytes_scale, seconds_scale
 from delta.timeline.format import Event, Header
 from delta.units import format_bytes
 
-_WIDTH, _HEIGHT = 860, 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 20, 62, 48
+_WIDTH, _HEIGHT = 860, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 20, 74, 48
 _INK, _MUTED, _GRID, _LIMIT = "#1f2933", "#66727f", "#e4e8ec", "#c2410c"
 _COLOURS = ("#0f766e", "#94a3b8", "#4f46e5", "#b45309", "#be185d")
 
@@ -31,17 +31,22 @@ class Series:
     events: Sequence[Event]
 
     def curve(self, field: str) -> _Curve:
-        """The samples of a field of `memory` events, times from the start of this timeline."""
-        origin_ns = min(event.fields.get("start_ns", event.t_ns) for event in self.events)
+        """The samples of a field of `memory` events from the origin on, times from there."""
+        origin_ns = self._origin_ns()
         samples = (event for event in self.events if event.ev == "memory" and event.fields.get(field) is not None)
-        return sorted((event.t_ns - origin_ns, event.fields[field]) for event in samples)
+        return sorted((event.t_ns - origin_ns, event.fields[field]) for event in samples if event.t_ns >= origin_ns)
 
     def steps(self) -> Iterator[tuple[int, int, int]]:
-        """Index, start and end of each step, times from the start of this timeline."""
-        origin_ns = min(event.fields.get("start_ns", event.t_ns) for event in self.events)
+        """Index, start and end of each step, times from the origin."""
+        origin_ns = self._origin_ns()
         for event in self.events:
             if event.ev == "step":
                 yield event.fields["index"], event.fields["start_ns"] - origin_ns, event.fields["end_ns"] - origin_ns
+
+    def _origin_ns(self) -> int:
+        """The start of the first step, so that loading data before it takes no room; without steps, the first event."""
+        starts = [event.fields["start_ns"] for event in self.events if event.ev == "step"]
+        return min(starts or [event.t_ns for event in self.events], default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,8 @@ class _Plot:
 def to_svg(series: Sequence[Series], *, title: str = "Saved activations over time") -> str:
     """The picture. Raises TimelineError when a timeline holds no memory samples."""
     for one in series:
-        if not any(event.ev == "memory" for event in one.events):
-            raise TimelineError(f"timeline {one.label!r} holds no memory events, so there is nothing to draw")
+        if not one.curve("resident_bytes"):
+            raise TimelineError(f"timeline {one.label!r} holds no memory events of a step, so there is nothing to draw")
     lines = list(_curves(series))
     plot = _Plot(
         seconds_scale(max(t_ns for line in lines for t_ns, _ in line.curve)),
@@ -161,7 +166,7 @@ def _steps(plot: _Plot, series: Series) -> Iterator[str]:
         ends = f'x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}"'
         yield f'<line {ends} stroke="{_MUTED}" stroke-width="0.7" stroke-dasharray="1 3"/>'
         if x - plot.x(start_ns) > 40:
-            yield _text((x + plot.x(start_ns)) / 2, _TOP + 12, f"step {index}", anchor="middle", colour=_MUTED, size=10)
+            yield _text((x + plot.x(start_ns)) / 2, _TOP - 5, f"step {index}", anchor="middle", colour=_MUTED, size=10)
 
 
 def _legend(lines: Sequence[_Line]) -> Iterator[str]:

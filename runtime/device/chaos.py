@@ -113,9 +113,9 @@ class ChaosDevice:
         self._let_some_end()
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        self._let_some_end()
-        if sole_owner(storage):
+        if sole_owner(storage):  # before anything else can end: a copy out that was not waited for must go wrong
             as_bytes(storage).fill_(POISON)
+        self._let_some_end()
 
     def bandwidth(self) -> Bandwidth:
         return _BANDWIDTH

@@ -87,4 +87,3 @@ class Worker:
 def _work(queue: "SimpleQueue[Job | None]") -> None:
     while (job := queue.get()) is not None:
         job.run()
-        job = None  # or the last job's device would live as long as this thread waits

@@ -1,0 +1,297 @@
+"""The CPU device: threads, failures of the disk, resident memory. The rest is in the conformance suite."""
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from delta.config import HostConfig
+from delta.errors import HostFullError, PolicyError, SwapError
+from delta.runtime.device import make_device
+from delta.runtime.device.cpu import CpuDevice
+from delta.runtime.device.worker import Job, Worker
+from delta.runtime.rawmem import as_bytes
+from delta.units import Share
+
+MIB = 2**20
+
+
+@pytest.fixture
+def device(spill_dir: Path) -> Iterator[CpuDevice]:
+    device = CpuDevice(HostConfig(spill_dir=str(spill_dir)))
+    yield device
+    device.close()
+
+
+def filled(nbytes: int, value: int) -> torch.UntypedStorage:
+    storage = torch.UntypedStorage(nbytes)
+    as_bytes(storage).fill_(value)
+    return storage
+
+
+def io_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("delta-copy"))
+
+
+class Gate:
+    """Stands before a system call: tells that it is reached, and lets it pass when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.callers: list[str] = []
+        self._real = getattr(os, call)
+        monkeypatch.setattr(os, call, self)
+
+    def __call__(self, fd: int, buffers: list[Any], offset: int) -> int:
+        self.callers.append(threading.current_thread().name)
+        self.reached.set()
+        assert self.open.wait(5)
+        return int(self._real(fd, buffers, offset))
+
+
+def test_threads_start_when_needed_and_end(device: CpuDevice) -> None:
+    assert io_threads() == []
+    ticket = device.copy_out(filled(4096, 1))
+    assert io_threads() == ["delta-copy-out"]
+    device.wait(ticket)
+    device.wait(device.copy_in(ticket.block))
+    assert io_threads() == ["delta-copy-in", "delta-copy-out"]
+    device.stop()
+    assert io_threads() == []
+    device.wait(device.copy_out(filled(4096, 1)))
+    assert io_threads() == []
+
+
+def test_a_forgotten_device_ends_its_threads(spill_dir: Path) -> None:
+    device = CpuDevice(HostConfig(spill_dir=str(spill_dir)))
+    device.wait(device.copy_out(filled(4096, 1)))
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("delta-copy")]
+    del device
+    gc.collect()
+    for thread in threads:
+        thread.join(5)
+    assert io_threads() == []
+
+
+def test_it_is_not_ready_before_it_is_written(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.bandwidth()  # opens the file
+    gate = Gate(monkeypatch, "pwritev")
+    ticket = device.copy_out(filled(4096, 1))
+    assert gate.reached.wait(5)
+    assert not device.ready(ticket)
+    assert ticket.storage is not None
+    gate.open.set()
+    device.wait(ticket)
+    assert ticket.storage is None
+
+
+def test_who_cannot_wait_for_its_turn_does_the_work(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reading thread is held at a prefetch; a read that is needed now goes past it in the caller's thread."""
+    outs = [device.copy_out(filled(4096, value)) for value in range(2)]
+    for out in outs:
+        device.wait(out)
+    gate = Gate(monkeypatch, "preadv")
+    prefetch = device.copy_in(outs[0].block)
+    assert gate.reached.wait(5)
+    needed = device.copy_in(outs[1].block)
+    threading.Timer(0.05, gate.open.set).start()
+    device.wait(needed)
+    device.wait(prefetch)
+    assert sorted(gate.callers) == sorted(["delta-copy-in", threading.current_thread().name])
+
+
+def test_the_gil_is_free_while_the_disk_works(device: CpuDevice) -> None:
+    tickets = [device.copy_out(filled(4 * MIB, 1)) for _ in range(8)]
+    turns = 0
+    while not device.ready(tickets[-1]):
+        turns += 1
+    assert turns > 10
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_the_source_survives_a_failed_copy(device: CpuDevice, monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
+    storage = filled(5000, 7)
+    good = device.copy_out(storage)
+    device.wait(good)
+    used = device.host_bytes()
+    with monkeypatch.context() as patch:
+        call = "pwritev" if direction == "out" else "preadv"
+        patch.setattr(os, call, lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        bad = device.copy_out(storage) if direction == "out" else device.copy_in(good.block)
+        for _ in range(2):
+            with pytest.raises(SwapError, match="broken"):
+                device.wait(bad)
+            with pytest.raises(SwapError, match="broken"):
+                device.ready(bad)
+    assert bad.storage is None
+    assert device.host_bytes() == used
+    assert bool((as_bytes(storage) == 7).all())
+    device.free(bad.block) if direction == "out" else None
+    again = device.copy_in(good.block)  # asked for again
+    device.wait(again)
+    assert again.storage is not None and bool((as_bytes(again.storage) == 7).all())
+
+
+def test_a_disk_that_fills_up_is_a_full_host(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.bandwidth()
+    monkeypatch.setattr(os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    ticket = device.copy_out(filled(5000, 7))
+    with pytest.raises(HostFullError, match=r"no room.*are free"):
+        device.wait(ticket)
+    assert device.host_bytes() == 0
+
+
+def test_a_copy_in_of_a_copy_out_that_failed(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.bandwidth()
+    gate = Gate(monkeypatch, "pwritev")
+    gate._real = lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken"))
+    out = device.copy_out(filled(5000, 7))
+    assert gate.reached.wait(5)
+    back = device.copy_in(out.block)
+    gate.open.set()
+    with pytest.raises(SwapError, match="never completed"):
+        device.wait(back)
+    with pytest.raises(SwapError, match="broken"):
+        device.wait(out)
+    assert device.host_bytes() == 0
+
+
+def test_a_failure_nobody_thought_of_reaches_the_waiter(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise KeyError("missing")
+
+    monkeypatch.setattr(device._spill, "write", write)
+    with pytest.raises(SwapError, match="copy out failed: KeyError"):
+        device.wait(device.copy_out(filled(5000, 7)))
+
+
+def test_a_copy_out_that_nobody_wants_is_given_up(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.bandwidth()
+    gate = Gate(monkeypatch, "pwritev")
+    first, second = device.copy_out(filled(4096, 1)), device.copy_out(filled(4096, 2))
+    assert gate.reached.wait(5)
+    device.free(second.block)
+    gate.open.set()
+    device.wait(second)
+    device.wait(first)
+    assert len(gate.callers) == 1
+
+
+def test_the_host_limit_is_a_share_of_the_disk(spill_dir: Path) -> None:
+    device = CpuDevice(HostConfig(spill_dir=str(spill_dir), limit=Share(0.25)))
+    assert device.host_limit_bytes() == pytest.approx(psutil.disk_usage(str(spill_dir)).free / 4, rel=0.05)
+    device.close()
+
+
+def test_real_transfers_update_the_bandwidth(device: CpuDevice) -> None:
+    probed = device.bandwidth()
+    for _ in range(20):
+        ticket = device.copy_out(filled(MIB, 1))
+        device.wait(ticket)
+        device.free(ticket.block)
+    assert device.bandwidth().out_bytes_per_s != probed.out_bytes_per_s
+    assert device.bandwidth().in_bytes_per_s == probed.in_bytes_per_s
+
+
+@pytest.mark.parametrize("capped", [True, False])
+def test_resident_memory_falls_at_once_only_under_a_budget(device: CpuDevice, capped: bool) -> None:
+    storage = filled(32 * MIB, 1)
+    device.cap(MIB if capped else None)
+    before = device.used_bytes()
+    device.release(storage)
+    fell = before - device.used_bytes()
+    assert fell > 30 * MIB if capped else fell < 2 * MIB
+
+
+def test_release_spares_what_a_tensor_shares(device: CpuDevice) -> None:
+    device.cap(1)
+    tensor = torch.ones(MIB)
+    device.release(tensor.untyped_storage())
+    assert bool((tensor == 1).all())
+
+
+def test_trim_gives_the_heap_back(device: CpuDevice) -> None:
+    if not hasattr(__import__("ctypes").CDLL(None), "malloc_trim"):
+        pytest.skip("not glibc")
+    del (raised := [torch.ones(7 * MIB)])[0]  # 28 MiB: smaller tensors go to the heap from now on
+    tensors = [torch.ones(MIB) for _ in range(16)]
+    del tensors[::2], raised
+    device.trim()
+    full = device.used_bytes()
+    tensors += [torch.ones(MIB) for _ in range(8)]
+    assert device.used_bytes() - full > 24 * MIB
+    del tensors[::2]
+    device.trim()
+    assert device.used_bytes() - full < 8 * MIB
+
+
+def test_tickets_of_another_device_are_refused(device: CpuDevice) -> None:
+    chaos = make_device("chaos", HostConfig())
+    for own, other in ((device, chaos), (chaos, device)):
+        ticket = other.copy_out(filled(1, 1))
+        with pytest.raises(TypeError, match="another device"):
+            own.wait(ticket)
+    chaos.close()
+
+
+def test_an_unwritable_spill_directory_is_heard_of_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SwapError, match=r"missing.*host\.spill_dir"):
+        make_device("cpu", HostConfig(spill_dir=str(tmp_path / "missing")))
+
+
+@pytest.mark.parametrize("name", ["tpu", "cpu:1", "chaos:x", "", "cuda:x"])
+def test_an_unknown_device(name: str) -> None:
+    with pytest.raises(PolicyError, match=f"device='{name}' is unknown"):
+        make_device(name, HostConfig())
+
+
+def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PolicyError, match='use device="cpu"'):
+        make_device("cuda", HostConfig())
+    chosen = make_device(None, HostConfig())
+    assert chosen.kind == "cpu"
+    chosen.close()
+
+
+def test_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(PolicyError, match="2 cards, cuda:0 to cuda:1"):
+        make_device(torch.device("cuda:2"), HostConfig())
+
+
+def test_a_job_runs_once() -> None:
+    ran: list[str] = []
+    job = Job(lambda: ran.append("body"), lambda: ran.append("after"))
+    threads = [threading.Thread(target=job.finish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ran == ["body", "after"]
+
+
+def test_a_worker_that_cannot_start_a_thread_works_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ran: list[str] = []
+    Worker("delta-test").submit(Job(lambda: ran.append("body"), lambda: None))
+    assert ran == ["body"]
+
+
+def test_a_worker_can_be_stopped_from_a_job() -> None:
+    worker = Worker("delta-test")
+    job = Job(worker.stop, lambda: None)
+    worker.submit(job)
+    job.finish()
+    worker.stop()

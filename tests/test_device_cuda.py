@@ -1,0 +1,307 @@
+"""The CUDA device's logic on a simulated card; and, where there is one, a real card."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from simulated_card import SimulatedCard, SimulatedStream
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from delta.config import HostConfig
+from delta.errors import SwapError
+from delta.runtime.device import make_device
+from delta.runtime.device.cuda import CudaDevice
+from delta.runtime.rawmem import as_bytes
+from delta.units import Bytes
+
+MIB = 2**20
+
+
+@pytest.fixture
+def card() -> SimulatedCard:
+    return SimulatedCard()
+
+
+@pytest.fixture
+def device(card: SimulatedCard) -> Iterator[CudaDevice]:
+    device = CudaDevice(card, HostConfig(limit=Bytes(64 * MIB)))
+    yield device
+    device.close()
+    assert card.slabs == 0
+
+
+def filled(nbytes: int = 4096, value: int = 7) -> torch.UntypedStorage:
+    storage = torch.UntypedStorage(nbytes)
+    as_bytes(storage).fill_(value)
+    return storage
+
+
+def all_are(storage: torch.UntypedStorage | None, value: int) -> bool:
+    assert storage is not None
+    return bool((as_bytes(storage) == value).all())
+
+
+def holds(device: CudaDevice) -> list[bool]:
+    """Of the copies in under way: whether the device keeps the destination alive."""
+    return [flight.hold is not None for flight in device._flights["in"]]
+
+
+def test_directions_have_a_stream_each(card: SimulatedCard, device: CudaDevice) -> None:
+    out = device.copy_out(filled())
+    device.wait(out)
+    device.wait(device.copy_in(out.block))
+    card.settle()
+    assert card.ran == ["stream1", "stream2"]  # stream0 computes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_copy_out_comes_after_the_kernel_that_makes_its_source(seed: int) -> None:
+    card = SimulatedCard(seed)
+    device = CudaDevice(card, HostConfig(limit=Bytes(MIB)))
+    storage = filled(value=0)
+    card.kernel("makes", lambda: as_bytes(storage).fill_(9))
+    out = device.copy_out(storage)
+    device.wait(out)
+    assert card.ran == ["makes", "stream1"]
+    back = device.copy_in(out.block)
+    device.wait(back)
+    card.settle()
+    assert all_are(back.storage, 9)
+    device.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_way_through_the_file_keeps_that_order_too(seed: int, spill_dir: Path) -> None:
+    card = SimulatedCard(seed)
+    device = CudaDevice(card, HostConfig(limit=Bytes(0), spill_dir=str(spill_dir)))
+    storage = filled(value=0)
+    card.kernel("makes", lambda: as_bytes(storage).fill_(9))
+    out = device.copy_out(storage)
+    device.wait(out)
+    card.kernel("still reads", lambda: None)
+    back = device.copy_in(out.block)
+    device.wait(back)
+    assert card.ran == ["makes", "stream1", "still reads", "stream2"]
+    assert all_are(back.storage, 9)
+    device.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_copy_in_comes_after_the_kernels_that_still_use_its_memory(seed: int) -> None:
+    """The allocator gives out memory that earlier work in the compute stream may still read."""
+    card = SimulatedCard(seed)
+    device = CudaDevice(card, HostConfig(limit=Bytes(MIB)))
+    out = device.copy_out(filled())
+    device.wait(out)
+    card.kernel("still reads", lambda: None)
+    device.wait(device.copy_in(out.block))
+    card.settle()
+    assert card.ran == ["stream1", "still reads", "stream2"]
+    device.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_kernel_after_wait_sees_the_data(seed: int) -> None:
+    card = SimulatedCard(seed)
+    device = CudaDevice(card, HostConfig(limit=Bytes(MIB)))
+    back = device.copy_in(device.copy_out(filled(value=3)).block)
+    device.wait(back)  # does not stop the host: the stream waits
+    seen: list[bool] = []
+    card.kernel("uses", lambda: seen.append(all_are(back.storage, 3)))
+    card.settle()
+    assert seen == [True]
+    assert card.ran == ["stream1", "stream2", "uses"]
+    device.close()
+
+
+def test_a_wait_for_a_copy_in_does_not_stop_the_host(card: SimulatedCard, device: CudaDevice) -> None:
+    out = device.copy_out(filled())
+    device.wait(out)
+    back = device.copy_in(out.block)
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]  # no luck: nothing runs on its own
+    device.wait(back)
+    assert card.ran == ["stream1"]
+
+
+def test_the_source_is_kept_until_the_event_has_passed(card: SimulatedCard, device: CudaDevice) -> None:
+    storage = filled()
+    alive = StorageWeakRef(storage)
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]
+    device.copy_out(storage)  # nobody keeps the ticket either
+    del storage
+    device.used_bytes()
+    assert not alive.expired()
+    device.stop()
+    assert alive.expired()
+
+
+def test_a_destination_that_its_stream_waits_for_is_kept_by_its_owner_only(
+    card: SimulatedCard, device: CudaDevice
+) -> None:
+    """From the wait on, the stream's own order protects the memory: holding it longer would only cost room."""
+    out = device.copy_out(filled())
+    device.wait(out)
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]
+    back = device.copy_in(out.block)
+    assert holds(device) == [True]
+    device.wait(back)
+    assert holds(device) == [False]
+    assert card.shared == []
+
+
+def test_a_wait_on_another_stream_shares_the_destination_with_it(card: SimulatedCard, device: CudaDevice) -> None:
+    out = device.copy_out(filled())
+    device.wait(out)
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]
+    back = device.copy_in(out.block)
+    card.compute = card.new_stream()  # as in a backward that runs under another stream
+    device.wait(back)
+    assert card.shared == [card.compute.name]
+    assert holds(device) == [True]  # its home stream, which will get the memory back, does not wait
+    seen: list[bool] = []
+    card.kernel("uses", lambda: seen.append(all_are(back.storage, 7)))
+    card.settle()
+    assert seen == [True]
+
+
+def test_a_copy_that_cannot_be_started_leaves_nothing(
+    card: SimulatedCard, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: misaligned")
+
+    good = device.copy_out(filled())
+    used = device.host_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(card, "copy", fails)
+        with pytest.raises(SwapError, match="copy out could not be started: CUDA error"):
+            device.copy_out(filled())
+        with pytest.raises(SwapError, match="copy in could not be started"):
+            device.copy_in(good.block)
+    assert device.host_bytes() == used
+    device.wait(good)
+    device.free(good.block)
+    assert device.host_bytes() == 0
+
+
+def test_no_memory_for_a_copy_in_is_the_callers_own_error(
+    card: SimulatedCard, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> torch.UntypedStorage:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    out = device.copy_out(filled())
+    with monkeypatch.context() as patch:
+        patch.setattr(card, "allocate", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            device.copy_in(out.block)
+    back = device.copy_in(out.block)
+    device.wait(back)
+    card.settle()
+    assert all_are(back.storage, 7)
+
+
+def test_what_pinned_memory_cannot_hold_goes_to_the_file(card: SimulatedCard, spill_dir: Path) -> None:
+    device = CudaDevice(card, HostConfig(limit=Bytes(8192), spill_dir=str(spill_dir)))
+    outs = [device.copy_out(filled(8192, value)) for value in range(3)]
+    assert [out.block.place for out in outs] == ["pinned", "file", "file"]
+    assert device.host_bytes() == 3 * 8192
+    for value, out in enumerate(outs):
+        device.wait(out)
+        back = device.copy_in(out.block)
+        device.wait(back)
+        card.settle()
+        assert all_are(back.storage, value)
+        device.free(out.block)
+    assert device.host_bytes() == 0
+    device.close()
+    assert card.slabs == 0
+
+
+def test_an_unusable_spill_directory_is_heard_of_at_once(card: SimulatedCard, tmp_path: Path) -> None:
+    with pytest.raises(SwapError, match="missing"):
+        CudaDevice(card, HostConfig(spill_dir=str(tmp_path / "missing")))
+
+
+def test_a_cap_limits_the_allocator_and_ends_with_the_device(card: SimulatedCard) -> None:
+    device = CudaDevice(card, HostConfig())
+    device.cap(2**28)
+    assert card.fraction == 0.25
+    device.cap(2**40)
+    assert card.fraction == 1.0
+    device.cap(2**29)
+    device.close()
+    assert card.fraction == 1.0
+
+
+def test_trim_unpins_and_empties_the_cache(card: SimulatedCard, device: CudaDevice) -> None:
+    out = device.copy_out(filled())
+    device.wait(out)
+    device.free(out.block)
+    assert card.slabs == 1
+    device.trim()
+    assert (card.slabs, card.emptied) == (0, 1)
+
+
+def test_clock_events_are_used_again(card: SimulatedCard, device: CudaDevice) -> None:
+    clock, made = device.clock(), []
+    real = card.new_event
+    card.new_event = lambda: made.append(1) or real()  # type: ignore[method-assign,func-returns-value]
+    for _ in range(5):
+        token = clock.stop(clock.start())
+        card.settle()
+        assert clock.elapsed_ns(token) is not None
+    assert len(made) == 2
+
+
+def test_the_clock_does_not_wait(card: SimulatedCard, device: CudaDevice) -> None:
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]
+    token = device.clock().stop(device.clock().start())
+    assert device.clock().elapsed_ns(token) is None
+    card.settle()
+    assert device.clock().elapsed_ns(token) == 10_000  # one tick of the simulated card
+
+
+def test_the_simulated_card_sees_use_after_free(card: SimulatedCard) -> None:
+    storage, there = filled(), filled()
+    card.copy(as_bytes(there), as_bytes(storage), card.compute)
+    del storage
+    with pytest.raises(AssertionError, match="freed"):
+        card.settle()
+    card.streams.clear()
+
+
+def test_the_simulated_card_sees_streams_that_wait_for_each_other(card: SimulatedCard) -> None:
+    first, second = card.new_stream(), card.new_stream()
+    events = [card.new_event(), card.new_event()]
+    later = SimulatedStream(card, "later")
+    for event in events:
+        event.record(later)
+    first.wait_event(events[0])
+    second.wait_event(events[1])
+    with pytest.raises(AssertionError, match="for ever"):
+        card.settle()
+
+
+@pytest.mark.cuda
+def test_a_real_card_under_compute() -> None:
+    device = make_device("cuda", HostConfig())
+    tensors = [torch.randn(1024, 1024, device="cuda") for _ in range(16)]
+    wanted = [tensor.sum().item() for tensor in tensors]
+    outs = []
+    while tensors:
+        tensor = tensors.pop(0)
+        outs.append(device.copy_out(tensor.untyped_storage()))
+        del tensor
+        torch.mm(torch.randn(2048, 2048, device="cuda"), torch.randn(2048, 2048, device="cuda"))
+    for out in outs:
+        device.wait(out)
+    backs = [device.copy_in(out.block) for out in outs]
+    got = []
+    for back in backs:
+        device.wait(back)
+        assert back.storage is not None
+        got.append(as_bytes(back.storage).view(torch.float32).view(1024, 1024).sum().item())
+    assert got == wanted
+    device.close()

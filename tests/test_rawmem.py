@@ -1,0 +1,89 @@
+"""Memory below the tensors."""
+
+import mmap
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from delta.runtime import rawmem
+from delta.runtime.rawmem import AlignedBuffer, ResidentMeter, as_bytes, drop_pages, sole_owner, tensor_at
+
+MIB = 2**20
+
+
+def test_buffers_are_aligned_and_private() -> None:
+    buffer = AlignedBuffer(10_000)
+    assert buffer.address % mmap.PAGESIZE == 0
+    tensor_at(buffer.address, 3).fill_(7)
+    assert bytes(buffer.view[:4]) == b"\7\7\7\0"
+
+
+def test_as_bytes_shares() -> None:
+    tensor = torch.zeros(3, dtype=torch.float32)
+    as_bytes(tensor.untyped_storage()).fill_(0xFF)
+    assert bool(tensor.isnan().all())
+
+
+def test_sole_owner() -> None:
+    storage = torch.UntypedStorage(8)
+    assert sole_owner(storage)
+    same = storage
+    assert sole_owner(same)
+    tensor = as_bytes(storage)
+    assert not sole_owner(storage)
+    del tensor
+    assert sole_owner(storage)
+
+
+def test_borrowed_memory_has_another_owner() -> None:
+    """Poisoning or dropping it would change an array that the user still holds."""
+    array = np.ones(4096, dtype=np.float32)
+    borrowed = torch.from_numpy(array).untyped_storage()  # the tensor is gone: an assert would keep it
+    shared = torch.ones(4).share_memory_().untyped_storage()
+    assert not sole_owner(borrowed)
+    assert not sole_owner(shared)
+    assert array.sum() == 4096
+
+
+def test_the_meter_agrees_with_psutil() -> None:
+    meter = ResidentMeter()
+    assert abs(meter.read_bytes() - psutil.Process().memory_info().rss) < 4 * MIB
+    ballast = torch.ones(16 * MIB)
+    assert meter.read_bytes() > 60 * MIB
+    del ballast
+    meter.close()
+    meter.close()
+    assert meter.read_bytes() > 0  # opens it again
+    meter.close()
+
+
+def test_the_meter_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rawmem, "_STATM", "/missing")
+    assert abs(ResidentMeter().read_bytes() - psutil.Process().memory_info().rss) < 4 * MIB
+
+
+def test_dropped_pages_are_no_longer_resident() -> None:
+    meter, storage = ResidentMeter(), torch.UntypedStorage(32 * MIB)
+    as_bytes(storage).fill_(1)
+    before = meter.read_bytes()
+    dropped = drop_pages(storage)
+    assert 32 * MIB - 2 * mmap.PAGESIZE <= dropped <= 32 * MIB
+    assert before - meter.read_bytes() > 30 * MIB
+    as_bytes(storage).fill_(2)  # the memory is still there to be written
+    assert int(as_bytes(storage)[12345]) == 2
+    meter.close()
+
+
+def test_a_storage_inside_a_page_keeps_it() -> None:
+    storage = torch.UntypedStorage(100)
+    as_bytes(storage).fill_(5)
+    assert drop_pages(storage) == 0
+    assert bool((as_bytes(storage) == 5).all())
+
+
+def test_trimming_without_glibc_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rawmem.trim_heap() in (True, False)
+    monkeypatch.setattr(rawmem, "_libc", lambda: object())
+    assert rawmem.trim_heap() is False
