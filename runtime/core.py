@@ -310,8 +310,8 @@ class Core:
             slot = self.slots[made]
             slot.storage = storages[made]
             slot.ref = self._track(storages[made], made)
-        for source in stolen:
-            self.slots[source].ref = None
+        for source in stolen:  # its storage belongs to the new version now
+            self.slots[source].ref = self.slots[source].storage = None
         self._run(self.engine.replayed(op, wanted, time.perf_counter_ns()))
         for source in stolen:
             self._run(self.engine.storage_gone(source))

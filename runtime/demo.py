@@ -113,6 +113,12 @@ class DemoResult:
     def losses_identical(self) -> bool:
         return self.sides["plain"].losses == self.sides["delta"].losses
 
+    @property
+    def first_different_step(self) -> int | None:
+        """The first step whose gradients differ; None when those of all steps are the same."""
+        pairs = zip(self.sides["plain"].gradients, self.sides["delta"].gradients, strict=True)
+        return next((index for index, (plain, other) in enumerate(pairs) if plain != other), None)
+
     def ratio(self, figure: str, mode: str = "delta") -> float | None:
         """A figure of `Side` over that of plain; None where one of them is not known."""
         over, under = getattr(self.sides[mode], figure), getattr(self.sides["plain"], figure)
@@ -123,6 +129,7 @@ class DemoResult:
         ratios = {
             "gradients_identical": self.gradients_identical,
             "losses_identical": self.losses_identical,
+            "first_different_step": self.first_different_step,
             "step_time_ratio": self.ratio("step_time_ns"),
             "peak_activation_ratio": self.ratio("peak_activation_bytes"),
             "peak_rss_ratio": self.ratio("peak_rss_bytes"),

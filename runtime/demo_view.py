@@ -33,7 +33,8 @@ def print_result(result: DemoResult, console: Console) -> None:
     )
     console.print(_table(result))
     console.print(f"losses identical: {_yes(result.losses_identical)}", highlight=False)
-    console.print(f"gradients identical: {_yes(result.gradients_identical)}", highlight=False)
+    since = "" if (step := result.first_different_step) is None else f", first in step {step}"
+    console.print(f"gradients identical: {_yes(result.gradients_identical)}{since}", highlight=False)
     report = result.sides["delta"].report or {}
     for text in report.get("warnings", ()):
         console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)

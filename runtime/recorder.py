@@ -106,7 +106,8 @@ class Recorder(TorchDispatchMode):
         if recipe is None:
             return OpInfo(self._core.next_id(), facts.name, (), made, cost_ns, False)
         read = tuple(dict.fromkeys(entry.record for entry in recipe.inputs))
-        return OpInfo(self._core.next_id(), facts.name, read, made, cost_ns, True, tuple(new_versions))
+        overwrites = tuple(record for record in new_versions if record in read)  # statistics are written but not read
+        return OpInfo(self._core.next_id(), facts.name, read, made, cost_ns, True, overwrites)
 
     def _inputs(self, tensors: Sequence[Tensor]) -> tuple[Input, ...] | None:
         """The op's inputs as records, or None where one of them cannot be had again."""

@@ -19,7 +19,7 @@ from delta.runtime import demo, demo_measure, demo_worker
 from delta.runtime.demo import DemoOptions, DemoResult, Side, run_demo
 from delta.runtime.demo_measure import ResidentPeak, SavedBytes, digest
 from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
-from delta.runtime.demo_process import WorkerProcess
+from delta.runtime.demo_process import WorkerProcess, environment
 from delta.runtime.demo_view import print_result
 from delta.runtime.demo_worker import Spec, serve
 
@@ -247,8 +247,15 @@ def test_worker_in_a_process_of_its_own() -> None:
         with pytest.raises(DeltaError, match=r"the plain process of the demo ended with exit code -9: killed"):
             worker.ask(FINISH)
     _, here, _ = converse(TINY.spec("plain"), STEPS[0], FINISH)
-    assert (apart["loss"], apart["gradients"]) == (here["loss"], here["gradients"])
+    assert float.fromhex(apart["loss"]) == pytest.approx(float.fromhex(here["loss"]), rel=1e-5)
     assert end["counted_peak_bytes"] > 0
+
+
+def test_workers_ask_for_reproducible_kernels_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    assert environment()["MKL_CBWR"] == "AUTO"
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert environment()["MKL_CBWR"] == "COMPATIBLE"
 
 
 # --- what comes of it -------------------------------------------------------------------------------------------------
@@ -366,6 +373,7 @@ def test_checkpoint_ratio_when_it_was_run() -> None:
 def test_one_bit_is_a_difference(changes: dict[str, Any], gradients: bool, losses: bool) -> None:
     values = result(**changes).as_dict()
     assert (values["gradients_identical"], values["losses_identical"]) == (gradients, losses)
+    assert values["first_different_step"] == (1 if "gradients" in changes else None)
 
 
 def shown(outcome: DemoResult) -> str:
@@ -384,7 +392,8 @@ def test_the_table_shows_figures_ratios_and_verdicts() -> None:
     assert "gradients identical: yes" in text and "losses identical: yes" in text
     assert "warning: the budget cannot be held [x]" in text
     assert "deltactl timeline delta-demo.jsonl --chrome trace.json" in text
-    assert "gradients identical: no" in shown(result(parameters="q"))
+    assert "gradients identical: no\n" in shown(result(parameters="q"))
+    assert "gradients identical: no, first in step 1\n" in shown(result(gradients=("a", "x")))
 
 
 def test_options_given_to_the_worker() -> None:
