@@ -90,16 +90,18 @@ class Call:
 def strip(args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """Take the tensors out of an op's arguments."""
     tensors: list[Tensor] = []
+    plain_args = tuple(_strip(arg, tensors) for arg in args)
+    return Call(plain_args, {name: _strip(arg, tensors) for name, arg in kwargs.items()}, tensors)
 
-    def visit(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            return Slot(len(tensors) - 1)
-        if type(value) in (list, tuple):
-            return type(value)(visit(item) for item in value)
-        return value
 
-    return Call(tuple(visit(arg) for arg in args), {name: visit(arg) for name, arg in kwargs.items()}, tensors)
+def _strip(value: Any, tensors: list[Tensor]) -> Any:
+    # Not a closure: one that calls itself is a reference cycle, and would keep the tensors alive until a collection.
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Slot(len(tensors) - 1)
+    if type(value) in (list, tuple):
+        return type(value)(_strip(item, tensors) for item in value)
+    return value
 
 
 def fill(value: Any, tensors: Sequence[Tensor]) -> Any:
