@@ -148,7 +148,6 @@ class evict(ContextDecorator):  # noqa: N801 - the public door reads as a verb
             device.cap(budget.device_bytes)
             stack.callback(device.cap, None)
         daemon = Daemon(core.sample, SAMPLE_S, "delta-daemon")
-        device.on_transfer(daemon.wake)
         daemon.start()
         stack.callback(daemon.stop)
         if model is not None and (timeline.active or any(rule.module for rule in self.policy.rules)):

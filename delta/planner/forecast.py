@@ -9,16 +9,16 @@ engine, not the engine: a plan is checked again by the peak that the planned ste
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from delta.planner.steplog import StepGraph
 from delta.types import Action, Link
 
-# A copy back starts this much earlier than the link's measured speed asks for: a late one stalls compute, an early one
-# only takes room a little longer.
-EARLY = 1.5
+# A copy back starts this many times its own length before the value is used: a late one stalls compute, an early one only
+# takes room a little longer.
+EARLY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,21 @@ class Forecast:
         return max(max(self.resident_bytes, default=0), max(self.forward_bytes, default=0))
 
 
-def schedule_copies_back(
-    graph: StepGraph, actions: Sequence[Action], link: Link
-) -> tuple[dict[int, tuple[int, ...]], int]:
-    """As late as possible, one after the other: (position -> save orders, time by which the link is too slow)."""
+def copies_back(graph: StepGraph, first_use: Mapping[int, int], link: Link) -> tuple[dict[int, tuple[int, ...]], int]:
+    """When the copies back of swapped storages start: as late as possible, one after the other.
+
+    `first_use`: position at which each is read first, by backward itself or by a replay. Returns position -> save
+    orders, and the time by which the link is too slow to have everything in backward.
+    """
     prefetch: dict[int, list[int]] = {}
-    positions = len(graph.need_ns)
-    swapped = [v for v, action in enumerate(actions) if action is Action.SWAP and graph.first_need[v] < positions]
     start_ns = graph.end_ns
-    for v in sorted(swapped, key=lambda v: -graph.first_need[v]):
+    for v, position in sorted(first_use.items(), key=lambda item: (-item[1], -item[0])):
         took_ns = link.in_ns(graph.nodes[graph.saved[v]].nbytes)
-        done_ns = min(start_ns, graph.need_ns[graph.first_need[v]])
-        start_ns = done_ns - int(took_ns * EARLY)
-        at = max(0, bisect_right(graph.need_ns, start_ns) - 1)
+        lead_ns = min(start_ns, graph.need_ns[position]) - int(took_ns * EARLY)
+        start_ns = min(start_ns, graph.need_ns[position]) - took_ns
+        at = max(0, min(bisect_right(graph.need_ns, lead_ns), position) - 1)
         prefetch.setdefault(at, []).insert(0, v)
-    late_ns = max(0, graph.need_ns[0] - start_ns) if swapped else 0
+    late_ns = max(0, graph.need_ns[0] - start_ns) if first_use else 0
     return {at: tuple(orders) for at, orders in prefetch.items()}, late_ns
 
 
@@ -72,13 +72,22 @@ def copies_out(graph: StepGraph, actions: Sequence[Action], link: Link) -> dict[
 
 
 def forecast(graph: StepGraph, actions: Sequence[Action], link: Link) -> Forecast:
-    """Walk backward under `actions`, one for each saved storage."""
-    return _Walk(graph, actions, link).run()
+    """Walk backward under `actions`, one for each saved storage: once to see when swapped storages are read, and once
+    with their copies back in place."""
+    first_use: Mapping[int, int] = {}
+    if Action.SWAP in actions:
+        scout = _Walk(graph, actions, link, {})
+        scout.run()
+        first_use = scout.used_at
+    return _Walk(graph, actions, link, first_use).run()
 
 
 class _Walk:
-    def __init__(self, graph: StepGraph, actions: Sequence[Action], link: Link) -> None:
-        self.graph, self.actions, self.link = graph, actions, link
+    def __init__(
+        self, graph: StepGraph, actions: Sequence[Action], link: Link, first_use: Mapping[int, int]
+    ) -> None:
+        self.graph, self.actions, self.link, self.first_use = graph, actions, link, first_use
+        self.used_at: dict[int, int] = {}  # where each swapped storage is read first
         self.available = [node.rooted for node in graph.nodes]
         self.resident = 0
         self.present = [False] * len(graph.saved)
@@ -93,7 +102,7 @@ class _Walk:
         for v, node in enumerate(graph.saved):
             if self.actions[v] is Action.KEEP:
                 self._bring(v, node)
-        prefetch, late_ns = schedule_copies_back(graph, self.actions, self.link)
+        prefetch, late_ns = copies_back(graph, self.first_use, self.link)
         leaving = self._leaving()
         released: dict[int, list[int]] = {}
         for v, before in enumerate(graph.release):
@@ -106,7 +115,9 @@ class _Walk:
             self.most = self.resident
             for coming in prefetch.get(position, ()):
                 self._bring(coming, graph.saved[coming])
-            if not self.available[graph.saved[v]]:
+            if self.actions[v] is Action.SWAP:
+                self._use_swapped(v)
+            elif not self.available[graph.saved[v]]:
                 self._replay(graph.saved[v])
             resident.append(self.most + leaving.get(position, 0))
         swap_bytes = sum(
@@ -147,6 +158,10 @@ class _Walk:
             self.present[v] = True
             self.back_at[v] = self.at
             self._add(self.graph.nodes[node].nbytes)
+
+    def _use_swapped(self, v: int) -> None:
+        self.used_at.setdefault(v, self.at)
+        self._bring(v, self.graph.saved[v])
 
     def _release(self, v: int) -> None:
         if self.present[v]:
@@ -196,7 +211,7 @@ class _Walk:
         while todo:
             node = graph.nodes[todo.pop()]
             if node.order >= 0 and self.actions[node.order] is Action.SWAP:
-                self._bring(node.order, graph.saved[node.order])
+                self._use_swapped(node.order)
                 continue
             if node.op is None or node.op in chain:
                 continue
