@@ -123,6 +123,11 @@ class Engine:
             return self.budget.device_bytes
         return self.budget.limit_bytes(max(self.totals.unevicted_peak_bytes, self.step_unevicted_peak_bytes))
 
+    @property
+    def may_only_watch(self) -> bool:
+        """Whether the next step is expected to fit, so that counting its bytes is enough."""
+        return self.budget.unlimited or self.learner.all_idle
+
     def recording(self, on: bool) -> None:
         """The recorder was turned on or off; a step it did not see whole cannot be learned from."""
         self._recording = on
@@ -169,7 +174,7 @@ class Engine:
             out.append(Hold(record))
         if (plan := self.learner.plan) is not None:
             out += self._follow(rec, plan, now_ns)
-            return out + self._make_room(_next_save_adds(plan, rec.saved_at), now_ns)
+            return out + self._make_room_for_next(plan, rec.saved_at, now_ns)
         return out + self._make_room(self._largest_bytes, now_ns)
 
     def before_overwrite(self, record: int, now_ns: int) -> list[Instruction]:
@@ -352,6 +357,29 @@ class Engine:
         return self._evict(self.ledger.resident_bytes, now_ns)
 
     # -- evicting -------------------------------------------------------------------------------------------------
+    def _make_room_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
+        """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all told;
+        copies out that are late by then are waited for as if nothing else would go."""
+        if order + 1 >= len(plan.saved_bytes):
+            return self._make_room(0, now_ns)
+        limit = self.limit_bytes
+        out: list[Instruction] = []
+        if limit is not None:
+            out, _ = self._await_out(self.ledger.resident_bytes + plan.saved_bytes[order + 1] - limit)
+        rise = plan.forward_bytes[order + 1] - plan.forward_bytes[order]
+        awaited = sum(self.ledger[instruction.record].nbytes for instruction in out)
+        return out + self._make_room(max(0, rise) - awaited, now_ns)
+
+    def _await_out(self, over_bytes: int) -> tuple[list[AwaitOut], int]:
+        """Wait for copies out until that much less is resident; returns what is over still."""
+        out = []
+        if over_bytes > 0 and self.ledger.leaving_bytes:
+            for rec in self.ledger.records.values():
+                if rec.host is Host.LEAVING and over_bytes > 0:
+                    over_bytes -= rec.nbytes
+                    out.append(AwaitOut(rec.id))
+        return out, over_bytes
+
     def _make_room(self, extra_bytes: int, now_ns: int) -> list[Instruction]:
         """Evict until `extra_bytes` more fit."""
         limit = self.limit_bytes
@@ -362,10 +390,8 @@ class Engine:
             return []
         self.learner.surprise()
         out: list[Instruction] = []
-        for record, rec in list(self.ledger.records.items()) if self.ledger.leaving_bytes else ():
-            if rec.host is Host.LEAVING and over > 0:
-                over -= rec.nbytes
-                out.append(AwaitOut(record))
+        awaited, over = self._await_out(over)
+        out += awaited
         if over > 0:
             out += self._evict(over, now_ns)
         return out
@@ -626,13 +652,8 @@ class Engine:
             self._chains.back(rec.id, op.cost_ns)
 
     def _end_step(self, now_ns: int) -> list[Instruction]:
-        ledger, totals, mode = self.ledger, self.totals, self.learner.mode
-        summary = StepSummary(totals.steps, mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
-        self.finished_steps.append(summary)
-        totals.steps += 1
-        totals.modes[mode.value] = totals.modes.get(mode.value, 0) + 1
-        totals.peak_bytes = max(totals.peak_bytes, summary.peak_bytes)
-        totals.unevicted_peak_bytes = max(totals.unevicted_peak_bytes, summary.unevicted_peak_bytes)
+        ledger, mode = self.ledger, self.learner.mode
+        summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
         self.learner.end(
             now_ns - self._lost_ns,
             summary.peak_bytes,
@@ -650,6 +671,20 @@ class Engine:
         self._evicted_in_step = False
         return out
 
+    def watched_step(self, peak_bytes: int) -> None:
+        """A step ended that was only watched (mode idle): nothing was evicted, nothing is learned."""
+        self._finish_step(Mode.IDLE, peak_bytes, peak_bytes)
+
+    def _finish_step(self, mode: Mode, peak_bytes: int, unevicted_peak_bytes: int) -> StepSummary:
+        totals = self.totals
+        summary = StepSummary(totals.steps, mode, peak_bytes, unevicted_peak_bytes)
+        self.finished_steps.append(summary)
+        totals.steps += 1
+        totals.modes[mode.value] = totals.modes.get(mode.value, 0) + 1
+        totals.peak_bytes = max(totals.peak_bytes, peak_bytes)
+        totals.unevicted_peak_bytes = max(totals.unevicted_peak_bytes, unevicted_peak_bytes)
+        return summary
+
     def _forced(self) -> dict[int, Action]:
         """What the policy's rules say about single storages, by save order."""
         if not self.policy.rules:
@@ -664,9 +699,3 @@ class Engine:
     def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: dict[int, Action]) -> Plan:
         return plan_step(graph, limit_bytes, self.queue.link, self.policy.director.actions, forced)
 
-
-def _next_save_adds(plan: Plan, order: int) -> int:
-    """Bytes by which the plan expects the next save to raise (or lower) what is resident: a copy out that is late by
-    then has to be waited for now, before the op that makes the next storage."""
-    ahead = plan.forward_bytes[order : order + 2]
-    return ahead[1] - ahead[0] if len(ahead) == 2 else 0

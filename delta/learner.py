@@ -17,7 +17,6 @@ from delta.types import Action, Kind, Mode, OpInfo
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
 TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
-SPARE = 0.9  # a step that stayed under this share of the limit without evicting is idle next time
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
 
@@ -49,6 +48,7 @@ class Learner:
     log: StepLog = field(default_factory=StepLog)
     packs: int = 0
     recorded: bool = False  # the recorder was on from this step's first op
+    missed: bool = False  # the last step was new but could not be learned from, because it was not recorded whole
     began_ns: int | None = None
 
     @property
@@ -69,14 +69,19 @@ class Learner:
         return self.current.unevicted_peak_bytes if self.current is not None else 0
 
     @property
+    def all_idle(self) -> bool:
+        """Whether every kind of step seen so far fitted."""
+        return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)
+
+    @property
     def wants_recorder(self) -> bool:
-        """Whether the next step should be recorded, judged by the profile used last."""
-        if not self.profiles:
+        """Whether the next step should be recorded: something is unknown yet, or a plan replays ops."""
+        if not self.profiles or self.missed:
             return True
-        last = self.profiles[0]
-        if last.idle:
-            return False
-        return last.plan is None or last.plan.recomputes or last.refined < REFINEMENTS
+        return any(
+            not profile.idle and (profile.plan is None or profile.plan.recomputes or profile.refined < REFINEMENTS)
+            for profile in self.profiles
+        )
 
     # -- during a step --------------------------------------------------------------------------------------------
     def packed(self, signature: int, now_ns: int) -> None:
@@ -139,6 +144,7 @@ class Learner:
         log.end_ns = now_ns - (self.began_ns or 0)
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
+        self.missed = profile is None and bool(log.needs) and not self.recorded and not fitted
         if profile is None and log.needs and (self.recorded or fitted):
             profile = Profile(
                 tuple(log.signatures), build_graph(log, self.min_bytes), unevicted_peak_bytes, forced
@@ -163,9 +169,7 @@ class Learner:
         return next((p for p in self.profiles if p.signatures == whole), None)
 
     def _plan(self, profile: Profile, limit_bytes: int | None, fitted: bool) -> None:
-        if limit_bytes is None or (fitted and profile.unevicted_peak_bytes <= SPARE * limit_bytes):
-            profile.idle = True
-        elif profile.unevicted_peak_bytes <= limit_bytes and fitted:
+        if limit_bytes is None or (fitted and profile.unevicted_peak_bytes <= limit_bytes):
             profile.idle = True
         elif self.make_plan is not None:
             profile.plan = self.make_plan(profile.graph, int(limit_bytes * profile.squeeze), profile.forced)

@@ -336,8 +336,15 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} is being copied out without being held")
             if any(op not in self.ops or rec.id not in self.ops[op].inputs for op in rec.users):
                 raise LedgerError(f"record {rec.id} lists a user that does not read it")
+            if rec.op is not None and (rec.op not in self.ops or rec.id not in self.ops[rec.op].outputs):
+                raise LedgerError(f"record {rec.id} names a producer that does not make it")
+            if rec.handles < 0 or rec.pins < 0:
+                raise LedgerError(f"record {rec.id} has {rec.handles} handles and {rec.pins} pins")
             if rec.handles and not rec.available and not rec.alive and not self.recoverable(rec.id):
                 raise LedgerError(f"record {rec.id} is saved, gone, and cannot be brought back")
+        for op in self.ops.values():
+            if any(source not in self.records or op.id not in self.records[source].users for source in op.inputs):
+                raise LedgerError(f"op {op.id} reads a record that does not list it")
         for op_id, left in self._outputs_left.items():
             if left != sum(output in self.records for output in self.ops[op_id].outputs):
                 raise LedgerError(f"op {op_id} counts {left} outputs wrongly")

@@ -28,6 +28,7 @@ from delta.ledger import Host
 from delta.runtime.device.base import Device, HostBlock, Ticket
 from delta.runtime.persistent import Persistent
 from delta.runtime.recompute import Recipe, replay
+from delta.runtime.watch import Watch
 from delta.timeline import Timeline
 from delta.types import (
     Action,
@@ -83,6 +84,7 @@ class Core:
         self.persistent = persistent
         self.timeline = timeline
         self.clock = device.clock()
+        self.watch = Watch(self)
         self.slots: dict[int, Slot] = {}
         self.recompute_ns = 0
         self.stall_ns = 0
@@ -248,6 +250,30 @@ class Core:
         """The op that made new versions out of these has been recorded, or will not be."""
         for old in versions:
             self._run(self.engine.version_ended(old))
+
+    # -- idle steps -------------------------------------------------------------------------------------------------
+    def watching(self) -> bool:
+        """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""
+        if self.watch.count:
+            return True
+        return self.engine.may_only_watch and self.engine.ledger.handles == 0
+
+    def watched_too_much(self) -> bool:
+        """Whether what is watched is over the limit."""
+        budget = self.engine.budget
+        if budget.unlimited:
+            return False
+        if budget.device_bytes is not None:
+            return self.device.used_bytes() > budget.device_bytes - budget.reserve_bytes
+        limit = self.engine.limit_bytes
+        return limit is not None and self.watch.resident_bytes > limit
+
+    def watched_step(self, peak_bytes: int, began_ns: int) -> None:
+        """A step that was only watched has ended."""
+        with self:
+            self._step_began_ns = began_ns
+            self.engine.watched_step(peak_bytes)
+            self._step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
     def saved(self, tensor: Tensor, signature: int) -> int:
@@ -566,8 +592,8 @@ class Core:
             ledger = self.engine.ledger
             self._emit(
                 "memory",
-                resident_bytes=ledger.resident_bytes,
-                unevicted_bytes=ledger.unevicted_bytes,
+                resident_bytes=ledger.resident_bytes + self.watch.resident_bytes,
+                unevicted_bytes=ledger.unevicted_bytes + self.watch.resident_bytes,
                 device_bytes=used,
                 host_bytes=self.device.host_bytes(),
                 limit_bytes=self.engine.limit_bytes,

@@ -1,7 +1,7 @@
 """What autograd gets in place of a saved tensor.
 
-`pack` gives back a `Handle`, which knows the record and how the tensor looks at it, or a `Passed`, which is the tensor
-itself where Delta leaves it alone. With hooks installed autograd no longer checks for changes in place; both keep the
+`pack` gives back a `Handle`, which knows the record and how the tensor looks at it; a `Watched`, which is the tensor itself
+in a step that fits; or a `Passed`, the tensor itself where Delta leaves it alone. With hooks installed autograd no longer checks for changes in place; all keep the
 version the tensor was saved at and raise autograd's own complaint (rule 3). A handle keeps the tensor's version counter
 without its bytes: an alias whose data is replaced by nothing still shares the counter.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from delta.errors import StorageModifiedError
 from delta.runtime.view import View, is_plain
+from delta.runtime.watch import Watched
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -53,27 +54,50 @@ class Hooks:
         self._core = core
         self._nothing: dict[torch.device, Tensor] = {}
 
-    def pack(self, tensor: Tensor) -> Handle | Passed:
+    def pack(self, tensor: Tensor) -> Handle | Watched | Passed:
         core = self._core
         if not self._wanted(tensor):
             return Passed(tensor)
-        view, version = View.of(tensor), tensor._version
+        if core.watching():
+            watched = core.watch.pack(tensor)
+            if core.watched_too_much():
+                self._take_over()
+                core.raise_warnings()
+            return watched
+        handle = self._handle(tensor, tensor._version)
+        core.at_pack()
+        core.raise_warnings()
+        return handle
+
+    def _handle(self, tensor: Tensor, version: int) -> Handle:
+        core = self._core
+        view = View.of(tensor)
         signature = hash((view.size, view.stride, view.dtype, tensor.untyped_storage().nbytes()))
         with core.entered():
             record = core.saved(tensor, signature)
-        core.at_pack()
-        core.raise_warnings()
         with torch._C._DisableTorchDispatch():
             counter = tensor.detach()
             counter.data = self._empty(tensor)
         return Handle(core, record, view, counter, version)
 
-    def unpack(self, packed: Handle | Passed) -> Tensor:
+    def _take_over(self) -> None:
+        """What was only watched so far does not fit: look after it from here on."""
+        for watched in self._core.watch.hand_over():
+            tensor, watched.tensor = watched.tensor, None
+            assert tensor is not None
+            watched.taken = self._handle(tensor, watched.version)
+            del tensor
+        self._core.at_pack()
+
+    def unpack(self, packed: Handle | Watched | Passed) -> Tensor:
         if type(packed) is Passed:
-            if packed.version >= 0 and packed.tensor._version != packed.version:
-                raise _modified(packed.tensor.dtype, tuple(packed.tensor.size()), packed.tensor._version, packed.version)
-            return packed.tensor
-        assert isinstance(packed, Handle)
+            return _unchanged(packed.tensor, packed.version)
+        if type(packed) is Watched:
+            if packed.taken is None:
+                assert packed.tensor is not None
+                return _unchanged(packed.tensor, packed.version)
+            packed = packed.taken
+        assert type(packed) is Handle
         if packed.counter._version != packed.version:
             raise _modified(packed.view.dtype, packed.view.size, packed.counter._version, packed.version)
         core = packed.core
@@ -94,6 +118,12 @@ class Hooks:
         if nothing is None:
             nothing = self._nothing[tensor.device] = torch.empty(0, device=tensor.device)
         return nothing
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    if version >= 0 and tensor._version != version:
+        raise _modified(tensor.dtype, tuple(tensor.size()), tensor._version, version)
+    return tensor
 
 
 def _modified(dtype: torch.dtype, size: tuple[int, ...], now: int, expected: int) -> StorageModifiedError:

@@ -115,8 +115,10 @@ class evict(ContextDecorator):  # noqa: N801 - the public door reads as a verb
                 device=core.device.kind,
                 steps=totals.steps,
                 modes=dict(totals.modes),
-                peak_activation_bytes=max(totals.peak_bytes, engine.step_peak_bytes),
-                unevicted_peak_activation_bytes=max(totals.unevicted_peak_bytes, engine.step_unevicted_peak_bytes),
+                peak_activation_bytes=max(totals.peak_bytes, engine.step_peak_bytes, core.watch.peak_bytes),
+                unevicted_peak_activation_bytes=max(
+                    totals.unevicted_peak_bytes, engine.step_unevicted_peak_bytes, core.watch.peak_bytes
+                ),
                 peak_device_bytes=core.peak_device_bytes,
                 budget_bytes=engine.told_budget_bytes,
                 swapped_out_bytes=totals.swapped_out_bytes,

@@ -77,6 +77,7 @@ class _Greedy:
             self.now.prefetch,
             tuple(tuple(positions) for positions in needs),
             self.graph.need_ns,
+            tuple(self.graph.nodes[node].nbytes for node in self.graph.saved),
             self.now.forward_bytes,
             self.now.peak_bytes,
             self.now.replay_ns,

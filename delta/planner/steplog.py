@@ -72,6 +72,7 @@ class Plan:
     prefetch: dict[int, tuple[int, ...]]  # need position -> save orders whose copy back starts there
     next_needs: tuple[tuple[int, ...], ...]  # by save order: positions of its needs
     need_ns: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
     forward_bytes: tuple[int, ...]  # resident after each save, as forecast
     peak_bytes: int
     replay_ns: int

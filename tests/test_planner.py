@@ -1,0 +1,338 @@
+"""The planner: step graphs, forecasts position by position, and plans, all by hand. Units: bytes, ns."""
+
+import pytest
+from builders import a_log, an_op
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delta.planner import StepGraph, forecast, plan_step
+from delta.planner.steplog import build_graph
+from delta.types import Action, Kind, Link
+
+KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
+ALL = (KEEP, SWAP, RECOMPUTE)
+LINK = Link(10e9, 5e9)  # 10 bytes a ns out, 5 bytes a ns in
+FAST = Link(1e15, 1e15)
+
+
+def chain_log(kinds=None):
+    """s -f-> a (100 B) -g-> b (200 B) -h-> c (300 B) -k-> d; backward needs c, b, a.
+
+    Record ids are as scattered as a ledger's. The input of an op is saved before the op runs.
+    """
+    s, a, b, c, d = 7, 20, 30, 40, 50
+    ops = [
+        an_op(5, [s], [a], cost_ns=3, name="aten.f"),
+        an_op(6, [a], [b], cost_ns=4, name="aten.g"),
+        an_op(8, [b], [c], cost_ns=5, name="aten.h"),
+        an_op(9, [c], [d], cost_ns=6, name="aten.k"),
+    ]
+    return a_log(
+        ops,
+        {s: 10, a: 100, b: 200, c: 300, d: 400},
+        saves=[(a, 10, 1), (b, 20, 2), (c, 30, 3)],
+        needs=[(2, 40), (1, 60), (0, 80)],
+        releases=[(2, 1), (1, 2), (0, 3)],
+        end_ns=100,
+        kinds={s: Kind.SOURCE} | (kinds or {}),
+    )
+
+
+def chain(min_bytes=0, kinds=None) -> StepGraph:
+    return build_graph(chain_log(kinds), min_bytes)
+
+
+# -- build_graph ------------------------------------------------------------------------------------------------------
+def test_a_graph_is_numbered_by_first_appearance():
+    graph = chain()
+    assert [op.inputs for op in graph.ops] == [(0,), (1,), (2,), (3,)]
+    assert [op.outputs for op in graph.ops] == [(1,), (2,), (3,), (4,)]
+    assert [op.id for op in graph.ops] == [0, 1, 2, 3]
+    assert graph.saved == (1, 2, 3)
+    assert [node.order for node in graph.nodes] == [-1, 0, 1, 2, -1]
+    assert [node.op for node in graph.nodes] == [None, 0, 1, 2, 3]
+
+
+def test_a_graph_knows_when_values_are_needed_and_released():
+    graph = chain()
+    assert graph.needs == (2, 1, 0)
+    assert graph.need_ns == (40, 60, 80)
+    assert graph.first_need == (2, 1, 0)
+    assert graph.release == (3, 2, 1)
+    assert (graph.save_ns, graph.end_ns) == ((10, 20, 30), 100)
+    assert graph.unevicted_bytes == 600
+
+
+def test_the_first_of_several_needs_and_the_last_release_count():
+    log = chain_log()
+    log.needs = [(2, 40), (1, 60), (2, 70), (0, 80)]
+    log.releases = [(1, 2), (2, 3), (0, 4)]
+    graph = build_graph(log, 0)
+    assert graph.first_need == (3, 1, 0)
+    assert graph.release == (4, 2, 3)
+
+
+def test_what_is_never_needed_or_released_lasts_to_the_end():
+    log = chain_log()
+    log.needs, log.releases = [(2, 40)], [(2, 1)]
+    graph = build_graph(log, 0)
+    assert graph.first_need == (1, 1, 0)
+    assert graph.release == (1, 1, 1)
+
+
+def test_a_value_floats_until_its_last_reader_in_forward_has_ended():
+    """a is read by op 1 and saved at save 0 (one op before it): it is still there at save 1, gone at save 2.
+
+    b, read by op 2, is there at save 2; c, read by op 3, outlives the last save.
+    """
+    assert chain().floats_to == (1, 2, 2)
+
+
+def test_what_may_be_evicted():
+    # s is a source, f is under min_bytes
+    graph = chain(min_bytes=150)
+    assert [node.evictable for node in graph.nodes] == [False, False, True, True, True]
+    assert [node.rooted for node in graph.nodes] == [True, False, False, False, False]
+    assert [node.nbytes for node in graph.nodes] == [10, 100, 200, 300, 400]
+
+
+def test_parameters_weigh_nothing_and_are_always_there():
+    node = chain(kinds={20: Kind.PARAMETER}).nodes[1]
+    assert (node.nbytes, node.rooted, node.evictable) == (0, True, False)
+
+
+# -- forecast ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("actions", "forward", "backward", "replay_ns", "back_at"),
+    [
+        # everything stays: 100, +200, +300; backward gives back c, then b
+        ((KEEP, KEEP, KEEP), (100, 300, 600), (600, 300, 100), 0, (0, 0, 0)),
+        # a dropped: there at save 1 (g still reads it), gone at save 2. Replayed for its own need: f = 3 ns.
+        ((RECOMPUTE, KEEP, KEEP), (100, 300, 500), (500, 200, 100), 3, (2, 0, 0)),
+        # a and b dropped: need 1 (b) replays f and g = 7 ns; a stays for need 2
+        ((RECOMPUTE, RECOMPUTE, KEEP), (100, 300, 500), (300, 300, 100), 7, (1, 1, 0)),
+        # all dropped: need 0 (c) replays f, g, h = 12 ns with 100 + 200 + 300 resident
+        ((RECOMPUTE, RECOMPUTE, RECOMPUTE), (100, 300, 500), (600, 300, 100), 12, (0, 0, 0)),
+        # b dropped alone, made from a, which is kept: g = 4 ns; at need 0 are a and c, at need 1 a and b
+        ((KEEP, RECOMPUTE, KEEP), (100, 300, 600), (400, 300, 100), 4, (0, 1, 0)),
+    ],
+)
+def test_forecasts_of_recomputing(actions, forward, backward, replay_ns, back_at):
+    found = forecast(chain(), actions, LINK)
+    assert found.forward_bytes == forward
+    assert found.resident_bytes == backward
+    assert found.replay_ns == replay_ns
+    assert found.back_at == back_at
+    assert found.peak_bytes == max(*forward, *backward)
+    assert (found.swap_bytes, found.stall_ns, found.prefetch) == (0, 0, {})
+
+
+def test_an_unsaved_link_of_a_chain_is_there_only_while_it_is_read():
+    """s -> t (50 B, not saved) -> a (100 B): replaying a needs both for a moment, and t again each time."""
+    ops = [an_op(1, [0], [1], cost_ns=3), an_op(2, [1], [2], cost_ns=4), an_op(3, [2], [3])]
+    log = a_log(
+        ops,
+        {0: 10, 1: 50, 2: 100, 3: 5},
+        saves=[(2, 10, 2), (3, 20, 3)],
+        needs=[(1, 30), (0, 40)],
+        releases=[(1, 1), (0, 2)],
+        end_ns=50,
+        kinds={0: Kind.SOURCE},
+    )
+    found = forecast(build_graph(log, 0), (RECOMPUTE, KEEP), LINK)
+    assert found.resident_bytes == (5, 150)
+    assert found.replay_ns == 7
+
+
+def test_a_swapped_storage_is_copied_back_in_time_and_no_earlier():
+    """a (100 B) is needed at 80. At 50 bytes a ns it takes 2 ns: early enough at need 1 (60). At 5 bytes a ns it takes
+    20 ns, and with the margin need 1 is too late: need 0."""
+    graph = chain()
+    fast = forecast(graph, (SWAP, KEEP, KEEP), Link(10e9, 50e9))
+    assert fast.prefetch == {1: (0,)}
+    assert fast.back_at == (1, 0, 0)
+    # out: saved at 10, takes 10 ns; g reads it until save 1
+    assert fast.forward_bytes == (100, 300, 500)
+    assert fast.resident_bytes == (500, 300, 100)
+    assert (fast.swap_bytes, fast.replay_ns, fast.stall_ns) == (100, 0, 0)
+    slow = forecast(graph, (SWAP, KEEP, KEEP), LINK)
+    assert slow.prefetch == {0: (0,)}
+    assert slow.resident_bytes == (600, 300, 100)
+
+
+def test_copies_back_queue_one_after_the_other():
+    """At 10 bytes a ns a takes 10 ns and b 20: a from 70 to 80, so asked for at need 1 (60); b from 40 to 60, at need 0,
+    which is when backward begins: no stall. Twice as slow, b would have to start 20 + 20 + 20 ns before that."""
+    graph = chain()
+    found = forecast(graph, (SWAP, SWAP, KEEP), Link(10e9, 10e9))
+    assert found.prefetch == {0: (1,), 1: (0,)}
+    assert found.stall_ns == 0
+    # a: 60 to 80; b: 20 to 60; backward begins at 40
+    assert forecast(graph, (SWAP, SWAP, KEEP), Link(10e9, 5e9)).stall_ns == 20
+
+
+def test_a_copy_out_that_has_not_ended_counts_in_forward():
+    """One byte a ns: a (saved at 10, 100 ns) and b behind it are still leaving when c is saved at 30."""
+    assert forecast(chain(), (SWAP, SWAP, KEEP), Link(1e9, 1e12)).forward_bytes == (100, 300, 600)
+
+
+def test_a_copy_out_that_has_not_ended_counts_in_backward():
+    """c: saved at 30, 25 ns out at 12 bytes a ns, so there until 55 beside what comes back: at need 0 (40), not at 1 (60)."""
+    kept = forecast(chain(), (KEEP, KEEP, KEEP), LINK)
+    found = forecast(chain(), (KEEP, KEEP, SWAP), Link(12e9, 5e9))
+    assert kept.resident_bytes == (600, 300, 100)
+    assert found.resident_bytes == (900, 300, 100)
+
+
+def test_a_link_that_is_too_slow_shows_as_stall():
+    slow = forecast(chain(), (SWAP, SWAP, SWAP), Link(1e9, 1e9, interference=0.5))
+    # back: a 100 ns until 80, b 200 ns before that, c 300 ns before that: from -520 on, 560 ns before backward begins
+    # and half of the 600 ns out and 600 ns in is taken from compute
+    assert slow.stall_ns == 560 + 600
+
+
+def test_a_swapped_ancestor_is_copied_back_instead_of_replayed():
+    found = forecast(chain(), (SWAP, RECOMPUTE, KEEP), FAST)
+    assert found.replay_ns == 4, "g only"
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+def plan(graph, limit, allowed=ALL, forced=None, link=LINK):
+    return plan_step(graph, limit, link, allowed, forced)
+
+
+def test_a_step_that_fits_is_left_alone():
+    made = plan(chain(), 600)
+    assert made.actions == (KEEP, KEEP, KEEP)
+    assert made.idle
+    assert not made.recomputes
+    assert (made.peak_bytes, made.replay_ns, made.swap_bytes) == (600, 0, 0)
+
+
+def test_one_byte_too_many_is_evicted_where_it_is_cheapest():
+    """At the worst position (need 0: 600 B) only a and b are not needed yet: a costs 3 ns for 100 B, b 4 ns for 200 B
+    and is the cheaper per byte, but stays until save 2 (h reads it), where 600 B are resident. Only a helps there."""
+    made = plan(chain(), 599, (KEEP, RECOMPUTE))
+    assert made.actions[0] is RECOMPUTE
+    assert made.actions[2] is KEEP
+    assert made.peak_bytes <= 599
+
+
+def test_a_plan_lists_the_needs_of_each_storage():
+    assert plan(chain(), 599).next_needs == ((2,), (1,), (0,))
+    assert plan(chain(), 599).need_ns == (40, 60, 80)
+
+
+def test_a_plan_carries_the_forecast_of_its_actions():
+    graph = chain()
+    made = plan(graph, 520)
+    found = forecast(graph, made.actions, LINK)
+    assert (made.forward_bytes, made.prefetch) == (found.forward_bytes, found.prefetch)
+    assert (made.peak_bytes, made.replay_ns, made.swap_bytes) == (found.peak_bytes, found.replay_ns, found.swap_bytes)
+
+
+def test_the_director_s_actions_are_respected():
+    assert SWAP not in plan(chain(), 0, (KEEP, RECOMPUTE)).actions
+    assert RECOMPUTE not in plan(chain(), 0, (KEEP, SWAP)).actions
+    assert set(plan(chain(), 0, (KEEP,)).actions) == {KEEP}
+
+
+def test_small_storages_stay_whatever_the_limit():
+    assert plan(chain(min_bytes=150), 0).actions[0] is KEEP
+    assert set(plan(chain(min_bytes=1000), 0).actions) == {KEEP}
+
+
+def test_a_storage_without_a_recipe_is_not_recomputed():
+    log = chain_log()
+    log.ops[0] = an_op(5, [], [20], replayable=False)
+    assert plan(build_graph(log, 0), 0, (KEEP, RECOMPUTE)).actions[0] is KEEP
+
+
+def test_forced_actions_are_respected():
+    graph = chain()
+    assert plan(graph, 0, forced={0: KEEP, 1: KEEP}).actions[:2] == (KEEP, KEEP)
+    assert plan(graph, 500, forced={0: SWAP, 1: KEEP}).actions[0] is SWAP
+    slow = Link(1e6, 1e6)
+    assert plan(graph, 500, link=slow).actions[0] is RECOMPUTE
+    assert plan(graph, 500, forced={0: SWAP}, link=slow).actions[0] is not RECOMPUTE
+
+
+def test_a_slow_link_is_not_used_and_a_dear_chain_not_replayed():
+    assert plan(chain(), 500, link=Link(1e6, 1e6)).swap_bytes == 0
+    log = chain_log()
+    log.ops[:] = [an_op(op.id, op.inputs, op.outputs, cost_ns=10**9) for op in log.ops]
+    made = plan(build_graph(log, 0), 500, link=FAST)
+    assert made.replay_ns == 0
+    assert made.peak_bytes <= 500
+
+
+# -- any step ---------------------------------------------------------------------------------------------------------
+@st.composite
+def step_logs(draw):
+    """Forward: ops over earlier values, some saved. Backward: each saved value needed, last saved first on the whole."""
+    count = draw(st.integers(2, 10))
+    ops, saves, now = [], [], 0
+    nbytes, kinds = {0: draw(st.integers(1, 50))}, {0: Kind.SOURCE}
+    for number in range(1, count + 1):
+        inputs = draw(st.lists(st.integers(0, number - 1), min_size=1, max_size=2, unique=True))
+        replayable = draw(st.integers(0, 5)) > 0
+        cost = draw(st.integers(1, 1000))
+        ops.append(an_op(number, inputs if replayable else [], [number], cost_ns=cost, replayable=replayable))
+        nbytes[number] = draw(st.integers(1, 1000))
+        now += cost
+        if number == 1 or draw(st.integers(0, 3)):
+            saves.append((number, now, number))
+    order = list(reversed(range(len(saves))))
+    if len(order) > 2 and draw(st.booleans()):
+        order.insert(draw(st.integers(0, len(order))), draw(st.sampled_from(order)))
+    needs = []
+    for saved in order:
+        now += draw(st.integers(1, 1000))
+        needs.append((saved, now))
+    releases = [(saved, len(order) - order[::-1].index(saved)) for saved in range(len(saves))]
+    releases.sort(key=lambda entry: entry[1])
+    return a_log(ops, nbytes, saves, needs, releases, now + 1, kinds)
+
+
+links = st.builds(Link, st.sampled_from([1e8, 1e9, 1e12]), st.sampled_from([1e8, 1e9, 1e12]), st.sampled_from([0, 0.3]))
+relaxed = settings(derandomize=True, deadline=None, max_examples=150, database=None)
+
+
+def evict_all(graph: StepGraph, action: Action, link: Link) -> int:
+    """Peak when everything that may go goes the same way."""
+    may = [
+        graph.nodes[node].evictable
+        and (action is SWAP or (graph.nodes[node].op is not None and graph.ops[graph.nodes[node].op].replayable))
+        for node in graph.saved
+    ]
+    return forecast(graph, [action if yes else KEEP for yes in may], link).peak_bytes
+
+
+@relaxed
+@given(step_logs(), links, st.integers(0, 120), st.sampled_from([0, 300]))
+def test_plans_fit_wherever_evicting_everything_would(log, link, percent, min_bytes):
+    graph = build_graph(log, min_bytes)
+    kept = forecast(graph, [KEEP] * len(graph.saved), link).peak_bytes
+    limit = kept * percent // 100
+    made = plan(graph, limit, link=link)
+    within_reach = [kept, evict_all(graph, SWAP, link), evict_all(graph, RECOMPUTE, link)]
+    if min(within_reach) <= limit:
+        assert made.peak_bytes <= limit
+    if kept <= limit:
+        assert made.idle
+
+
+@relaxed
+@given(step_logs(), links, st.integers(0, 100), st.sampled_from([0, 300]))
+def test_plans_repeat_and_keep_to_what_is_allowed(log, link, percent, min_bytes):
+    graph = build_graph(log, min_bytes)
+    limit = graph.unevicted_bytes * percent // 100
+    forced = {0: KEEP}
+    made = plan(graph, limit, forced=forced, link=link)
+    assert made == plan(build_graph(log, min_bytes), limit, forced=forced, link=link)
+    assert made.actions[0] is KEEP
+    assert made.peak_bytes == forecast(graph, made.actions, link).peak_bytes
+    for order, action in enumerate(made.actions):
+        node = graph.nodes[graph.saved[order]]
+        assert action is KEEP or node.evictable
+        assert action is not RECOMPUTE or graph.ops[node.op].replayable
