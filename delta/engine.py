@@ -177,6 +177,12 @@ class Engine:
             return out + self._make_room_for_next(plan, rec.saved_at, now_ns)
         return out + self._make_room(self._largest_bytes, now_ns)
 
+    def loose(self, record: int) -> None:
+        """Nobody but Delta holds the storage of a saved record any more: evicting it would free its bytes at once."""
+        order = self.ledger[record].saved_at
+        if order >= 0:
+            self.learner.loose(order)
+
     def before_overwrite(self, record: int, now_ns: int) -> list[Instruction]:
         """An op is about to write into the storage of `record`."""
         rec = self.ledger[record]
@@ -217,6 +223,7 @@ class Engine:
         """The storage died on the device."""
         if record not in self.ledger or not self.ledger[record].alive or self.ledger[record].held:
             return []
+        self.loose(record)
         self.ledger.gone(record)
         self._missing(self.ledger[record])
         return self._bury([record])

@@ -128,6 +128,11 @@ class Learner:
         log.nbytes[record] = nbytes
         log.kinds[record] = kind
 
+    def loose(self, order: int) -> None:
+        """The program holds the storage no longer: only Delta, or nobody, does."""
+        if not self.log.needs:
+            self.log.loose_at.setdefault(order, len(self.log.saves))
+
     def needed(self, order: int, now_ns: int) -> None:
         self.log.needs.append((order, now_ns - (self.began_ns or 0)))
 
@@ -192,10 +197,12 @@ class Learner:
 
 
 def refine(old: StepGraph, new: StepGraph) -> StepGraph:
-    """The newer step's times with, for each op, the least cost seen; the newer graph alone if the ops differ."""
+    """The newer step with, for each op, the least cost seen and, for each storage, the longest stay; the newer step alone if
+    the ops differ."""
     if [op.name for op in old.ops] != [op.name for op in new.ops]:
         return new
     ops = tuple(
         replace(fresh, cost_ns=min(fresh.cost_ns, known.cost_ns)) for fresh, known in zip(new.ops, old.ops, strict=True)
     )
-    return replace(new, ops=ops)
+    floats_to = tuple(map(max, new.floats_to, old.floats_to))
+    return replace(new, ops=ops, floats_to=floats_to)

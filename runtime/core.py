@@ -27,6 +27,7 @@ from delta.errors import DeltaError, HostFullError, SwapError
 from delta.ledger import Host
 from delta.runtime.device.base import Device, HostBlock, Ticket
 from delta.runtime.persistent import Persistent
+from delta.runtime.rawmem import sole_owner
 from delta.runtime.recompute import Recipe, replay
 from delta.runtime.watch import Watch
 from delta.timeline import Timeline
@@ -103,6 +104,7 @@ class Core:
         self._owner = 0
         self._entered_ns = 0
         self._excluded_ns = 0
+        self._attached: list[int] = []  # saved in this step and still used by the program when last looked at
         self._going: list[int] = []
         self._coming: list[int] = []
         self._step_began_ns = 0
@@ -284,10 +286,26 @@ class Core:
         if not self.engine.learner.in_step:
             self._step_began_ns = time.perf_counter_ns()
         self._measure()
+        self._note_loose()
+        if self.engine.ledger[record].saved_at < 0:
+            self._attached.append(record)
         self._run(self.engine.saved(record, signature, time.perf_counter_ns()))
         nbytes = self.engine.ledger[record].nbytes
         self._emit("saved", record=record, nbytes=nbytes)
         return record
+
+    def _note_loose(self) -> None:
+        """Find the saved storages that the program itself has let go of since the last save."""
+        attached = []
+        for record in self._attached:
+            slot = self.slots.get(record)
+            if slot is None or slot.storage is None:
+                continue  # let go of already: its death is noticed by itself
+            if sole_owner(slot.storage):
+                self.engine.loose(record)
+            else:
+                attached.append(record)
+        self._attached = attached
 
     def fetch(self, handle: int) -> torch.UntypedStorage:
         """The storage a handle stands for, brought back if need be and ready for the current stream."""
@@ -581,6 +599,7 @@ class Core:
                 unevicted_peak_bytes=step.unevicted_peak_bytes,
             )
         finished.clear()
+        self._attached.clear()
         self._other_bytes = [self._other_bytes[1], 0]
         self.timeline.flush()
 

@@ -24,6 +24,7 @@ class StepLog:
     saves: list[int] = field(default_factory=list)  # records in the order of their first save
     save_ns: list[int] = field(default_factory=list)
     ops_before: list[int] = field(default_factory=list)  # ops that had run when it was saved
+    loose_at: dict[int, int] = field(default_factory=dict)  # save order -> saves when the program had let go of it
     signatures: list[int] = field(default_factory=list)  # one for every pack, repeated saves included
     needs: list[tuple[int, int]] = field(default_factory=list)  # (save order, net time)
     releases: list[tuple[int, int]] = field(default_factory=list)  # (save order, number of needs before)
@@ -144,13 +145,17 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
 
 
 def _floats_to(log: StepLog) -> tuple[int, ...]:
-    """Until which save each storage stays alive even if it is evicted: its last reader in forward has to end first."""
+    """Until which save each storage would stay alive even if it were evicted.
+
+    What was seen of it decides; else its last reader in forward, which has to end first. What an op saves of its
+    results is saved when the op has been counted already: hence `right` of its position + 1.
+    """
     last_reader: dict[int, int] = {}
     for position, op in enumerate(log.ops):
         for record in (*op.inputs, *op.outputs):
             last_reader[record] = position
-    # What an op saves of its results is saved when the op has been counted already: hence `right` of its position + 1.
-    return tuple(
-        max(order, bisect_right(log.ops_before, last_reader.get(record, -1) + 1) - 1)
-        for order, record in enumerate(log.saves)
-    )
+    floats = []
+    for order, record in enumerate(log.saves):
+        read_to = bisect_right(log.ops_before, last_reader.get(record, -1) + 1) - 1
+        floats.append(max(order, log.loose_at[order] - 1 if order in log.loose_at else read_to))
+    return tuple(floats)
