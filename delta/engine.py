@@ -12,19 +12,17 @@ allocation and what nobody needs goes after every op.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Mapping
 
 from delta.budget import Budget
 from delta.config import Policy
-from delta.costs import Chains, LinkQueue
-from delta.director import Choice, Director, Prospect
-from delta.errors import BudgetError
-from delta.filter import SCORES, Candidate
+from delta.costs import LinkQueue
 from delta.learner import Learner
-from delta.ledger import Host, Ledger, Record
+from delta.ledger import Host, Ledger
 from delta.planner import Plan, StepGraph, plan_step
+from delta.recall import Recall
+from delta.room import Room
+from delta.totals import StepSummary, Totals
 from delta.types import (
     Action,
     AwaitOut,
@@ -39,34 +37,7 @@ from delta.types import (
     Preserve,
     Release,
     SwapIn,
-    SwapOut,
 )
-from delta.units import format_bytes
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counted over the whole run."""
-
-    steps: int = 0
-    modes: dict[str, int] = field(default_factory=dict)
-    evictions: dict[str, int] = field(default_factory=dict)
-    swapped_out_bytes: int = 0
-    swapped_in_bytes: int = 0
-    recomputed_bytes: int = 0
-    peak_bytes: int = 0
-    unevicted_peak_bytes: int = 0
-    warnings: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """One finished step, for the timeline."""
-
-    index: int
-    mode: Mode
-    peak_bytes: int
-    unevicted_peak_bytes: int
 
 
 class Engine:
@@ -79,17 +50,11 @@ class Engine:
         self.queue = LinkQueue(link)
         self.totals = Totals()
         self.finished_steps: list[StepSummary] = []
-        self._chains = Chains()
-        self._director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
-        self._score = SCORES[policy.filter.score]
         planned = policy.planner.kind == "profile"
         self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None)
-        self._ops_of_step: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
-        self._by_order: list[int] = []
-        self._late: list[int] = []  # save orders whose prefetch had no room yet
+        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals)
+        self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._largest_bytes = 0
-        self._evicted_in_step = False
-        self._host_full = False
         self._lost_ns = 0
         self._recording = False
 
@@ -97,14 +62,14 @@ class Engine:
     @property
     def limit_bytes(self) -> int | None:
         """Bytes of saved activations that may be resident now; None: as many as there are."""
-        return self.budget.limit_bytes(max(self.ledger.peak_unevicted_bytes, self.learner.known_peak_bytes))
+        return self._room.limit_bytes
 
     @property
     def wants_recorder(self) -> bool:
         """Whether ops should be recorded from here on."""
         if self.budget.unlimited or set(self.policy.director.actions) == {Action.KEEP}:
             return False
-        return self.learner.wants_recorder or self.learner.mode is Mode.OBSERVE and self.learner.in_step
+        return self.learner.wants_recorder or (self.learner.mode is Mode.OBSERVE and self.learner.in_step)
 
     @property
     def step_peak_bytes(self) -> int:
@@ -147,7 +112,7 @@ class Engine:
         """An op was recorded; all its records have been created."""
         self.ledger.add_op(op)
         for output in op.outputs:
-            self._ops_of_step[output] = (op.name, module)
+            self._room.makers[output] = (op.name, module)
         records = [self.ledger[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
 
@@ -159,11 +124,11 @@ class Engine:
             self.learner.recorded = self._recording
         self.learner.packed(signature, now_ns - self._lost_ns)
         first = rec.saved_at < 0
-        self.ledger.save(record, len(self._by_order))
+        self.ledger.save(record, len(self._recall.by_order))
         rec.used_ns = now_ns
         if not first:
-            return self._make_room(0, now_ns)
-        self._by_order.append(record)
+            return self._room.make(0, now_ns)
+        self._recall.by_order.append(record)
         self.learner.saved(record, rec.nbytes, rec.kind, now_ns - self._lost_ns)
         if rec.kind is Kind.PARAMETER:
             return []
@@ -173,9 +138,9 @@ class Engine:
             self.ledger.hold(record)
             out.append(Hold(record))
         if (plan := self.learner.plan) is not None:
-            out += self._follow(rec, plan, now_ns)
-            return out + self._make_room_for_next(plan, rec.saved_at, now_ns)
-        return out + self._make_room(self._largest_bytes, now_ns)
+            out += self._room.follow(rec, plan, now_ns)
+            return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
+        return out + self._room.make(self._largest_bytes, now_ns)
 
     def loose(self, record: int) -> None:
         """Nobody but Delta holds the storage of a saved record any more: evicting it would free its bytes at once."""
@@ -202,7 +167,7 @@ class Engine:
         if rec.handles:
             if not self.ledger[new].held:
                 self.ledger.hold(new)
-            self._by_order[rec.saved_at] = new
+            self._recall.by_order[rec.saved_at] = new
             self.ledger.supersede(old, new)
             self.ledger[new].saved_at = rec.saved_at
         out: list[Instruction] = [Hold(new)] if self.ledger[new].held else []
@@ -212,7 +177,7 @@ class Engine:
             self.ledger.let_go(old)
             out.append(Release(old))
         self.ledger.gone(old)
-        self._missing(rec)
+        self._room.missing(rec)
         return out
 
     def version_ended(self, old: int) -> list[Instruction]:
@@ -225,7 +190,7 @@ class Engine:
             return []
         self.loose(record)
         self.ledger.gone(record)
-        self._missing(self.ledger[record])
+        self._room.missing(self.ledger[record])
         return self._bury([record])
 
     # -- backward -------------------------------------------------------------------------------------------------
@@ -238,7 +203,7 @@ class Engine:
             return []
         if self.learner.in_step and rec.saved_at >= 0:
             self.learner.needed(rec.saved_at, now_ns - self._lost_ns)
-        return self._bring(rec, now_ns)
+        return self._recall.bring(rec, now_ns)
 
     def served(self, handle: int) -> list[Instruction]:
         """The value was handed to backward."""
@@ -270,9 +235,9 @@ class Engine:
         """Bring in what the op reads and make room for what it makes."""
         out: list[Instruction] = []
         for source in dict.fromkeys(op.inputs):
-            out += self._bring(self.ledger[source], now_ns)
+            out += self._recall.bring(self.ledger[source], now_ns)
         made = sum(self.ledger[r].nbytes for r in op.outputs if r in self.ledger and not self.ledger[r].available)
-        return out + self._make_room(made, now_ns)
+        return out + self._room.make(made, now_ns)
 
     def made_again(self, op: OpInfo) -> list[int]:
         """The outputs of a replay that are to be taken; the others exist already."""
@@ -285,7 +250,7 @@ class Engine:
             rec = self.ledger[record]
             self.ledger.hold(record)
             rec.used_ns = now_ns
-            self._chains.back(record, op.cost_ns)
+            self._room.back(rec)
             self.totals.recomputed_bytes += rec.nbytes
             touched.append(record)
         for source in op.inputs:
@@ -314,6 +279,14 @@ class Engine:
             for source in op.inputs:
                 self.ledger[source].pins -= 1
 
+    def prefetch(self, now_ns: int) -> list[Instruction]:
+        """A need was served: start the copies back that belong here.
+
+        An event of its own, after the instructions of the need have been carried out: only then is it known which of
+        the storages let go of are still alive.
+        """
+        return self._recall.prefetch(now_ns)
+
     # -- transfers ------------------------------------------------------------------------------------------------
     def copied_out(self, record: int) -> list[Instruction]:
         """The host copy is whole: the device copy may go."""
@@ -329,9 +302,9 @@ class Engine:
         """The copy out did not happen: the device copy is still the value."""
         self.ledger.set_host(record, Host.NONE)
         if host_full:
-            self._host_full = True
+            self._room.host_full = True
         else:
-            self._warn("a copy to the host failed; the tensor was kept on the device")
+            self.totals.warn("a copy to the host failed; the tensor was kept on the device")
         return self._settle(record)
 
     def copied_in(self, record: int) -> list[Instruction]:
@@ -349,262 +322,19 @@ class Engine:
 
     def swap_in_again(self, record: int, now_ns: int) -> SwapIn:
         """Ask once more for a copy back that failed."""
-        return self._swap_in(self.ledger[record], now_ns)
+        return self._recall.swap_in(self.ledger[record], now_ns)
 
     def host_room(self) -> None:
         """Host memory was given back: swapping may be tried again."""
-        self._host_full = False
+        self._room.host_full = False
 
     def pressure(self, now_ns: int) -> list[Instruction]:
         """The limit may have changed (a device budget follows what else is in use)."""
-        return self._make_room(0, now_ns)
+        return self._room.make(0, now_ns)
 
     def rescue(self, now_ns: int) -> list[Instruction]:
         """The device is out of memory: evict everything that can go at once."""
-        return self._evict(self.ledger.resident_bytes, now_ns)
-
-    # -- evicting -------------------------------------------------------------------------------------------------
-    def _make_room_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
-        """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all told;
-        copies out that are late by then are waited for as if nothing else would go."""
-        if order + 1 >= len(plan.saved_bytes):
-            return self._make_room(0, now_ns)
-        limit = self.limit_bytes
-        out: list[Instruction] = []
-        if limit is not None:
-            out, _ = self._await_out(self.ledger.resident_bytes + plan.saved_bytes[order + 1] - limit)
-        rise = plan.forward_bytes[order + 1] - plan.forward_bytes[order]
-        awaited = sum(self.ledger[instruction.record].nbytes for instruction in out)
-        return out + self._make_room(max(0, rise) - awaited, now_ns)
-
-    def _await_out(self, over_bytes: int) -> tuple[list[AwaitOut], int]:
-        """Wait for copies out until that much less is resident; returns what is over still."""
-        out = []
-        if over_bytes > 0 and self.ledger.leaving_bytes:
-            for rec in self.ledger.records.values():
-                if rec.host is Host.LEAVING and over_bytes > 0:
-                    over_bytes -= rec.nbytes
-                    out.append(AwaitOut(rec.id))
-        return out, over_bytes
-
-    def _make_room(self, extra_bytes: int, now_ns: int) -> list[Instruction]:
-        """Evict until `extra_bytes` more fit."""
-        limit = self.limit_bytes
-        if limit is None:
-            return []
-        over = self.ledger.resident_bytes + extra_bytes - limit
-        if over <= 0:
-            return []
-        self.learner.surprise()
-        out: list[Instruction] = []
-        awaited, over = self._await_out(over)
-        out += awaited
-        if over > 0:
-            out += self._evict(over, now_ns)
-        return out
-
-    def _evict(self, over_bytes: int, now_ns: int) -> list[Instruction]:
-        out: list[Instruction] = []
-        for choice, rec in self._ranked(now_ns):
-            if over_bytes <= 0:
-                break
-            # An eviction before this one may have taken what this recipe reads, or made its chain dearer: ask again.
-            if choice.action is Action.RECOMPUTE and not self.ledger.recoverable(rec.id, grasp=True):
-                continue
-            out += self._carry_out(rec, choice.action, now_ns, wait=True)
-            over_bytes -= rec.nbytes
-        if over_bytes > 0:
-            self._short(over_bytes)
-        return out
-
-    def _ranked(self, now_ns: int) -> list[tuple[Choice, Record]]:
-        """Everything that may go, the filter's first choice first."""
-        ranked = []
-        for rec in self.ledger.records.values():
-            if not self._may_go(rec):
-                continue
-            until_use_ns = self._until_use_ns(rec, now_ns)
-            choice = self._director.choose(self._prospect(rec, until_use_ns, now_ns), self.queue)
-            if choice is not None:
-                candidate = Candidate(rec.id, rec.nbytes, choice.cost_ns, now_ns - rec.used_ns, until_use_ns)
-                ranked.append((self._score(candidate), rec.id, choice, rec))
-        ranked.sort(key=lambda entry: entry[:2])
-        return [(choice, rec) for _, _, choice, rec in ranked]
-
-    def _may_go(self, rec: Record) -> bool:
-        return (
-            rec.held
-            and not rec.pins
-            and rec.kind is Kind.ACTIVATION
-            and rec.host in (Host.NONE, Host.WHOLE)
-            and rec.nbytes >= self.policy.filter.min_bytes
-        )
-
-    def _prospect(self, rec: Record, until_use_ns: int | None, now_ns: int) -> Prospect:
-        op_name, module = self._ops_of_step.get(rec.id, ("", ""))
-        chain_ns = None
-        if Action.RECOMPUTE in self.policy.director.actions and self.ledger.recoverable(rec.id, grasp=True):
-            op = self.ledger.ops[rec.op] if rec.op is not None else None
-            chain_ns = self._chains.cost_ns(op.cost_ns, op.inputs) if op is not None else None
-        ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
-        return Prospect(
-            rec.nbytes,
-            op_name,
-            module,
-            chain_ns,
-            rec.host is Host.WHOLE,
-            not self._host_full,
-            now_ns,
-            now_ns,
-            now_ns + ahead_ns,
-        )
-
-    def _until_use_ns(self, rec: Record, now_ns: int) -> int | None:
-        """Time to the next use where the step is known."""
-        plan = self.learner.plan
-        if plan is None or not 0 <= rec.saved_at < len(plan.next_needs):
-            return None
-        position = self.learner.position
-        coming = [p for p in plan.next_needs[rec.saved_at] if p >= position]
-        if not coming:
-            return None
-        here_ns = plan.need_ns[min(position, len(plan.need_ns) - 1)]
-        return max(0, plan.need_ns[coming[0]] - here_ns)
-
-    def _carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
-        self._evicted_in_step = True
-        self.totals.evictions[action.value] = self.totals.evictions.get(action.value, 0) + 1
-        if action is Action.SWAP and rec.host is Host.NONE:
-            self.ledger.set_host(rec.id, Host.LEAVING)
-            self.queue.begin_out(rec.nbytes, now_ns)
-            return [SwapOut(rec.id, wait)]
-        out: list[Instruction] = []
-        if action is Action.RECOMPUTE:
-            for anchor in self.ledger.anchors(rec.id):
-                self.ledger.hold(anchor)
-                out.append(Hold(anchor))
-        self.ledger.let_go(rec.id)
-        if action is Action.RECOMPUTE:
-            self._missing(rec)
-        return [*out, Drop(rec.id, action)]
-
-    def _follow(self, rec: Record, plan: Plan, now_ns: int) -> list[Instruction]:
-        """Do with a freshly saved record what the plan says, as far as it can be done."""
-        action = plan.actions[rec.saved_at] if rec.saved_at < len(plan.actions) else Action.KEEP
-        if action is Action.KEEP or not self._may_go(rec):
-            return []
-        if action is Action.RECOMPUTE and not self.ledger.recoverable(rec.id, grasp=True):
-            return []
-        if action is Action.SWAP and self._host_full:
-            return []
-        return self._carry_out(rec, action, now_ns, wait=False)
-
-    def _short(self, over_bytes: int) -> None:
-        """Nothing more can go and it still does not fit."""
-        limit = self.limit_bytes
-        firm = not self.budget.is_share or self.learner.known_peak_bytes or self.learner.log.needs
-        if limit is None or not firm:
-            return
-        parts = self._floor_parts()
-        text = (
-            f"the budget of {format_bytes(limit)} for saved activations cannot be held: "
-            f"{format_bytes(limit + over_bytes)} have to be resident at once, made up of {parts}. "
-            "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, filter.min_bytes)."
-        )
-        if self.policy.budget.strict:
-            raise BudgetError(text)
-        self._warn(text)
-
-    def _floor_parts(self) -> str:
-        parts = {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}
-        parts |= {"still used by the program": 0, "not evictable under this policy": 0}
-        for rec in self.ledger.records.values():
-            if not rec.counted:
-                continue
-            if rec.pins:
-                parts["in use by the op at hand"] += rec.nbytes
-            elif rec.kind is Kind.SOURCE:
-                parts["inputs of the step"] += rec.nbytes
-            elif rec.nbytes < self.policy.filter.min_bytes:
-                parts["smaller than filter.min_bytes"] += rec.nbytes
-            elif not rec.held:
-                parts["still used by the program"] += rec.nbytes
-            else:
-                parts["not evictable under this policy"] += rec.nbytes
-        said = [f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes]
-        return ", ".join(said) or "what the next op makes"
-
-    def _warn(self, text: str) -> None:
-        """One warning of a kind is enough."""
-        if all(known[:40] != text[:40] for known in self.totals.warnings):
-            self.totals.warnings.append(text)
-
-    # -- bringing back --------------------------------------------------------------------------------------------
-    def _bring(self, rec: Record, now_ns: int) -> list[Instruction]:
-        """Make the record's bytes available without a replay, if that is possible."""
-        if rec.held or rec.kind is Kind.PARAMETER:
-            return []
-        if rec.alive:  # let go of, but somebody else kept it: no need to make it again
-            self.ledger.hold(rec.id)
-            self._back(rec)
-            return [Hold(rec.id)]
-        if rec.host is Host.WHOLE:
-            out = self._make_room(rec.nbytes, now_ns)
-            return [*out, self._swap_in(rec, now_ns)]
-        return []
-
-    def _swap_in(self, rec: Record, now_ns: int) -> SwapIn:
-        self.ledger.set_host(rec.id, Host.COMING)
-        self.ledger.hold(rec.id)
-        self.queue.begin_in(rec.nbytes, now_ns)
-        rec.used_ns = now_ns
-        return SwapIn(rec.id)
-
-    def prefetch(self, now_ns: int) -> list[Instruction]:
-        """A need was served: start the copies back that the plan (or else the order of the saves) puts here.
-
-        An event of its own, after the instructions of the need have been carried out: only then is it known which of
-        the storages let go of are still alive.
-        """
-        window = self.policy.prefetch.window
-        if window == 0 or Action.SWAP not in self.policy.director.actions:
-            return []
-        plan = self.learner.plan
-        if plan is not None:
-            self._late += plan.prefetch.get(self.learner.position - 1, ())
-            wanted = self._late
-        else:
-            wanted = self._next_swapped()
-        out: list[Instruction] = []
-        waiting: list[int] = []
-        for order in wanted:
-            rec = self.ledger.records.get(self._by_order[order]) if order < len(self._by_order) else None
-            if rec is None or not rec.handles or rec.held or rec.host is not Host.WHOLE:
-                continue
-            if rec.alive:  # somebody else still has it: nothing to copy
-                out += self._bring(rec, now_ns)
-            elif self._fits(rec.nbytes, window):
-                out.append(self._swap_in(rec, now_ns))
-            else:
-                waiting.append(order)
-        self._late = waiting if plan is not None else []
-        return out
-
-    def _fits(self, nbytes: int, window: int | Literal["auto"]) -> bool:
-        coming = sum(r.nbytes for r in self.ledger.records.values() if r.host is Host.COMING)
-        if window != "auto" and coming + nbytes > window:
-            return False
-        limit = self.limit_bytes
-        return limit is None or self.ledger.resident_bytes + nbytes <= limit
-
-    def _next_swapped(self) -> list[int]:
-        """Without a plan: the last saved is most likely needed next, so look at the two newest that are swapped."""
-        swapped = [
-            order
-            for order, record in enumerate(self._by_order)
-            if (rec := self.ledger.records.get(record)) is not None and rec.host is Host.WHOLE and not rec.held
-        ]
-        return swapped[:-3:-1]
+        return self._room.evict(self.ledger.resident_bytes, now_ns)
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def _settle(self, record: int) -> list[Instruction]:
@@ -617,7 +347,7 @@ class Engine:
         out: list[Instruction] = []
         if rec.held and not self.ledger.needed(record):
             self.ledger.let_go(record)
-            self._missing(rec)
+            self._room.missing(rec)
             out.append(Release(record))
         return out + self._bury([record])
 
@@ -629,7 +359,7 @@ class Engine:
         if rec.host in (Host.LEAVING, Host.COMING) or not self.ledger.recoverable(record):
             return []
         self.ledger.let_go(record)
-        self._missing(rec)
+        self._room.missing(rec)
         return [Release(record)]
 
     def _bury(self, records: Iterable[int]) -> list[Instruction]:
@@ -643,21 +373,6 @@ class Engine:
             out.append(Release(record))
         return out
 
-    def _missing(self, rec: Record) -> None:
-        """Tell the chains that the record's bytes are gone, if somebody could still ask for them."""
-        op = self.ledger.ops.get(rec.op) if rec.op is not None else None
-        if op is None or (not rec.handles and not rec.users):
-            return
-        neighbours = list(op.inputs)
-        for user in rec.users:
-            neighbours += self.ledger.ops[user].outputs
-        self._chains.gone(rec.id, op.cost_ns, neighbours)
-
-    def _back(self, rec: Record) -> None:
-        op = self.ledger.ops.get(rec.op) if rec.op is not None else None
-        if op is not None:
-            self._chains.back(rec.id, op.cost_ns)
-
     def _end_step(self, now_ns: int) -> list[Instruction]:
         ledger, mode = self.ledger, self.learner.mode
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
@@ -666,16 +381,13 @@ class Engine:
             summary.peak_bytes,
             summary.unevicted_peak_bytes,
             self.budget.limit_bytes,
-            self._evicted_in_step,
+            self._room.evicted,
             self._forced(),
         )
         out = self._let_go_idle(*ledger.cut())
-        self._chains.clear()
-        self._ops_of_step.clear()
-        self._by_order.clear()
-        self._late.clear()
+        self._room.new_step()
+        self._recall.new_step()
         self._largest_bytes = 0
-        self._evicted_in_step = False
         return out
 
     def watched_step(self, peak_bytes: int) -> None:
@@ -697,12 +409,12 @@ class Engine:
         if not self.policy.rules:
             return {}
         forced = {}
-        for order, record in enumerate(self._by_order):
-            action = self._director.ruled(*self._ops_of_step.get(record, ("", "")))
+        for order, record in enumerate(self._recall.by_order):
+            action = self._room.director.ruled(*self._room.makers.get(record, ("", "")))
             if action is not None:
                 forced[order] = action
         return forced
 
-    def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: dict[int, Action]) -> Plan:
+    def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
         return plan_step(graph, limit_bytes, self.queue.link, self.policy.director.actions, forced)
 

@@ -14,7 +14,6 @@ import itertools
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -23,16 +22,16 @@ import torch
 from torch import Tensor
 
 from delta.engine import Engine
-from delta.errors import DeltaError, HostFullError, SwapError
-from delta.ledger import Host
-from delta.runtime.device.base import Device, HostBlock, Ticket
+from delta.errors import DeltaError
+from delta.runtime.device.base import Device, Ticket
 from delta.runtime.persistent import Persistent
 from delta.runtime.rawmem import sole_owner
 from delta.runtime.recompute import Recipe, replay
+from delta.runtime.slots import Slot, StorageRef
+from delta.runtime.swap import Swap
 from delta.runtime.watch import Watch
 from delta.timeline import Timeline
 from delta.types import (
-    Action,
     AwaitOut,
     Drop,
     Forget,
@@ -47,35 +46,6 @@ from delta.types import (
 )
 
 
-class StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference to a storage that knows which record it belongs to."""
-
-    __slots__ = ("key", "record")
-    key: int
-    record: int
-
-
-class Slot:
-    """The mechanism's side of a record."""
-
-    __slots__ = ("block", "coming", "going", "recipe", "ref", "storage")
-
-    def __init__(self, ref: StorageRef | None) -> None:
-        self.ref = ref
-        self.storage: torch.UntypedStorage | None = None  # Delta's own reference, while the record is held
-        self.block: HostBlock | None = None
-        self.going: Ticket | None = None
-        self.coming: Ticket | None = None
-        self.recipe: Recipe | None = None
-
-    def alive(self) -> torch.UntypedStorage | None:
-        """The storage, if anybody still has it."""
-        if self.storage is not None:
-            return self.storage
-        storage: torch.UntypedStorage | None = self.ref() if self.ref is not None else None
-        return storage
-
-
 class Core:
     """One session's mechanism. Use `entered()` around everything that reports events."""
 
@@ -86,6 +56,7 @@ class Core:
         self.timeline = timeline
         self.clock = device.clock()
         self.watch = Watch(self)
+        self.swap = Swap(self)
         self.slots: dict[int, Slot] = {}
         self.recompute_ns = 0
         self.stall_ns = 0
@@ -105,8 +76,6 @@ class Core:
         self._entered_ns = 0
         self._excluded_ns = 0
         self._attached: list[int] = []  # saved in this step and still used by the program when last looked at
-        self._going: list[int] = []
-        self._coming: list[int] = []
         self._step_began_ns = 0
         self._other_bytes = [0, 0]  # largest in the step before and in this one
         self._warned = 0
@@ -157,14 +126,14 @@ class Core:
         """Take in what happened at times when the engine could not be told, and transfers that have ended."""
         self._draining = True
         try:
-            if self._going or self._coming:
-                self._poll()
+            if self.swap.busy:
+                self.swap.poll()
             while self._inbox:
                 what, record = self._inbox.popleft()
                 if what == "gone":
-                    self._run(self.engine.storage_gone(record))
+                    self.run(self.engine.storage_gone(record))
                 else:
-                    self._run(self.engine.unsaved(record, time.perf_counter_ns()))
+                    self.run(self.engine.unsaved(record, time.perf_counter_ns()))
                     self._step_ended()
         finally:
             self._draining = False
@@ -196,7 +165,7 @@ class Core:
         """A record for a storage seen for the first time, or for the new version of one."""
         storage = tensor.untyped_storage()
         record = self.next_id()
-        self.slots[record] = Slot(self._track(storage, record))
+        self.slots[record] = Slot(self.track(storage, record))
         self.engine.created(record, storage.nbytes(), kind, time.perf_counter_ns())
         return record
 
@@ -205,15 +174,19 @@ class Core:
             self.slots[record].recipe = recipe
         self.engine.op_ran(op, self.module)
 
-    def _track(self, storage: torch.UntypedStorage, record: int) -> StorageRef:
+    def track(self, storage: torch.UntypedStorage, record: int) -> StorageRef:
         ref = StorageRef(storage, self._storage_died)
         ref.key, ref.record = storage._cdata, record
         self._records[ref.key] = record
         return ref
 
-    def _storage_died(self, ref: StorageRef) -> None:
+    def untrack(self, ref: StorageRef) -> None:
+        """The storage is of no record any more."""
         if self._records.get(ref.key) == ref.record:
             del self._records[ref.key]
+
+    def _storage_died(self, ref: StorageRef) -> None:
+        self.untrack(ref)
         self._inbox.append(("gone", ref.record))
 
     # -- writes in place ------------------------------------------------------------------------------------------
@@ -225,7 +198,7 @@ class Core:
             if record is None or record in preserved:
                 continue
             for instruction in self.engine.before_overwrite(record, time.perf_counter_ns()):
-                self._run([instruction])
+                self.run([instruction])
                 if isinstance(instruction, Preserve):
                     preserved.add(record)
         return preserved
@@ -245,13 +218,13 @@ class Core:
             versions[old] = new
             if old not in preserved:
                 self.slots[old].ref = None
-            self._run(self.engine.overwritten(old, new, old in preserved, time.perf_counter_ns()))
+            self.run(self.engine.overwritten(old, new, old in preserved, time.perf_counter_ns()))
         return versions
 
     def versions_ended(self, versions: Iterable[int]) -> None:
         """The op that made new versions out of these has been recorded, or will not be."""
         for old in versions:
-            self._run(self.engine.version_ended(old))
+            self.run(self.engine.version_ended(old))
 
     # -- idle steps -------------------------------------------------------------------------------------------------
     def watching(self) -> bool:
@@ -289,7 +262,7 @@ class Core:
         self._note_loose()
         if self.engine.ledger[record].saved_at < 0:
             self._attached.append(record)
-        self._run(self.engine.saved(record, signature, time.perf_counter_ns()))
+        self.run(self.engine.saved(record, signature, time.perf_counter_ns()))
         nbytes = self.engine.ledger[record].nbytes
         self._emit("saved", record=record, nbytes=nbytes)
         return record
@@ -309,21 +282,21 @@ class Core:
 
     def fetch(self, handle: int) -> torch.UntypedStorage:
         """The storage a handle stands for, brought back if need be and ready for the current stream."""
-        self._run(self.engine.need(handle, time.perf_counter_ns()))
+        self.run(self.engine.need(handle, time.perf_counter_ns()))
         try:
             record = self.engine.ledger.resolve(handle)
             if not self.engine.ledger[record].held:
                 self._replay_chain(record)
             return self._ready(record)
         finally:
-            self._run(self.engine.served(handle))
-            self._run(self.engine.prefetch(time.perf_counter_ns()))
+            self.run(self.engine.served(handle))
+            self.run(self.engine.prefetch(time.perf_counter_ns()))
             self._measure()
 
     def _ready(self, record: int) -> torch.UntypedStorage:
         slot = self.slots[record]
         if slot.coming is not None:
-            self._await_in(record)
+            self.swap.await_back(record)
         storage = slot.alive()
         if storage is None:
             raise DeltaError(f"record {record} was not brought back: this is a defect in Delta, please report it")
@@ -341,7 +314,7 @@ class Core:
                 self.engine.replay_failed(chain[done:])
 
     def _replay(self, op: OpInfo) -> None:
-        self._run(self.engine.before_replay(op, time.perf_counter_ns()))
+        self.run(self.engine.before_replay(op, time.perf_counter_ns()))
         for source in op.inputs:
             self._ready(source)
         wanted = self.engine.made_again(op)
@@ -353,12 +326,12 @@ class Core:
         for made in wanted:
             slot = self.slots[made]
             slot.storage = storages[made]
-            slot.ref = self._track(storages[made], made)
+            slot.ref = self.track(storages[made], made)
         for source in stolen:  # its storage belongs to the new version now
             self.slots[source].ref = self.slots[source].storage = None
-        self._run(self.engine.replayed(op, wanted, time.perf_counter_ns()))
+        self.run(self.engine.replayed(op, wanted, time.perf_counter_ns()))
         for source in stolen:
-            self._run(self.engine.storage_gone(source))
+            self.run(self.engine.storage_gone(source))
         self._spent(ended_ns - began_ns)
         self.recompute_ns += ended_ns - began_ns
         nbytes = sum(product.nbytes for product in recipe.products if product.record in wanted)
@@ -374,12 +347,12 @@ class Core:
         except torch.OutOfMemoryError:
             with self:
                 self.oom_rescues += 1
-                self._run(self.engine.rescue(time.perf_counter_ns()))
+                self.run(self.engine.rescue(time.perf_counter_ns()))
                 self.device.trim()
         return func(*args, **kwargs)
 
     # -- instructions ---------------------------------------------------------------------------------------------
-    def _run(self, instructions: Iterable[Instruction]) -> None:
+    def run(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Hold(record):
@@ -391,11 +364,11 @@ class Core:
                     self._let_go(record)
                     self._emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
                 case SwapOut(record, wait):
-                    self._swap_out(record, wait)
+                    self.swap.out(record, wait)
                 case SwapIn(record):
-                    self._swap_in(record)
+                    self.swap.back(record)
                 case AwaitOut(record):
-                    self._await_out(record)
+                    self.swap.await_out(record)
                 case Preserve(record):
                     self._preserve(record)
                 case Forget(record):
@@ -420,7 +393,7 @@ class Core:
         assert storage is not None
         slot.storage = storage.clone()
         kept = self._records.get(storage._cdata)
-        slot.ref = self._track(slot.storage, record)
+        slot.ref = self.track(slot.storage, record)
         if kept is not None:
             self._records[storage._cdata] = kept  # the new version is looked up through the old storage
 
@@ -429,119 +402,6 @@ class Core:
         if slot.block is not None:
             self.device.free(slot.block)
             self.engine.host_room()
-
-    # -- transfers ------------------------------------------------------------------------------------------------
-    def _swap_out(self, record: int, wait: bool) -> None:
-        slot = self.slots[record]
-        assert slot.storage is not None
-        try:
-            slot.going = self.device.copy_out(slot.storage)
-        except HostFullError:
-            self._run(self.engine.copy_out_failed(record, host_full=True))
-            return
-        except SwapError:
-            self._run(self.engine.copy_out_failed(record, host_full=False))
-            return
-        self._going.append(record)
-        if wait:
-            self._await_out(record)
-
-    def _await_out(self, record: int) -> None:
-        ticket = self.slots[record].going if record in self.slots else None
-        if ticket is None:
-            return
-        began_ns = time.perf_counter_ns()
-        failed: SwapError | None = None
-        try:
-            self.device.wait(ticket)
-        except SwapError as error:
-            failed = error
-        self._waited(record, began_ns, "copy out")
-        self._out_ended(record, failed)
-
-    def _out_ended(self, record: int, failed: SwapError | None) -> None:
-        slot = self.slots[record]
-        ticket, slot.going = slot.going, None
-        self._going.remove(record)
-        assert ticket is not None
-        if failed is not None:
-            self._run(self.engine.copy_out_failed(record, isinstance(failed, HostFullError)))
-            return
-        slot.block = ticket.block
-        self._copied(record, ticket)
-        self._run(self.engine.copied_out(record))
-
-    def _swap_in(self, record: int) -> None:
-        slot = self.slots[record]
-        assert slot.block is not None
-        try:
-            slot.coming = self.device.copy_in(slot.block)
-        except (SwapError, torch.OutOfMemoryError):
-            self.engine.copy_in_failed(record)
-            raise
-        slot.storage = slot.coming.storage
-        assert slot.storage is not None
-        slot.ref = self._track(slot.storage, record)
-        self._coming.append(record)
-
-    def _await_in(self, record: int) -> None:
-        slot = self.slots[record]
-        assert slot.coming is not None
-        began_ns = time.perf_counter_ns()
-        try:
-            self.device.wait(slot.coming)
-        except SwapError:
-            self._in_failed(record)
-            self._retry_in(record)
-        self._waited(record, began_ns, "copy in")
-        self._in_ended(record)
-
-    def _retry_in(self, record: int) -> None:
-        """The host copy is whole still: one more try before training has to stop."""
-        self._run([self.engine.swap_in_again(record, time.perf_counter_ns())])
-        slot = self.slots[record]
-        assert slot.coming is not None
-        try:
-            self.device.wait(slot.coming)
-        except SwapError:
-            self._in_failed(record)
-            raise
-
-    def _in_failed(self, record: int) -> None:
-        slot = self.slots[record]
-        self._coming.remove(record)
-        if slot.ref is not None:
-            self._records.pop(slot.ref.key, None)
-        slot.coming = slot.storage = slot.ref = None
-        self.engine.copy_in_failed(record)
-
-    def _in_ended(self, record: int) -> None:
-        slot = self.slots[record]
-        ticket, slot.coming = slot.coming, None
-        self._coming.remove(record)
-        assert ticket is not None
-        self._copied(record, ticket)
-        self._run(self.engine.copied_in(record))
-
-    def _poll(self) -> None:
-        for record in list(self._going):
-            slot = self.slots.get(record)
-            if slot is None or slot.going is None:
-                continue
-            try:
-                if self.device.ready(slot.going):
-                    self._out_ended(record, None)
-            except SwapError as error:
-                self._out_ended(record, error)
-        for record in list(self._coming):
-            slot = self.slots.get(record)
-            if slot is None or slot.coming is None:
-                continue
-            try:
-                if self.device.ready(slot.coming):
-                    self._in_ended(record)
-            except SwapError:
-                self._in_failed(record)
 
     def own_time(self, ns: int) -> None:
         """The user's own op ran this long inside `entered`: not Delta's overhead."""
@@ -553,13 +413,13 @@ class Core:
         self._excluded_ns += ns
         self.engine.lost(ns)
 
-    def _waited(self, record: int, began_ns: int, why: str) -> None:
+    def waited(self, record: int, began_ns: int, why: str) -> None:
         ended_ns = time.perf_counter_ns()
         self.stall_ns += ended_ns - began_ns
         self._spent(ended_ns - began_ns)
         self._emit("waited", record=record, start_ns=began_ns, end_ns=ended_ns, why=why)
 
-    def _copied(self, record: int, ticket: Ticket) -> None:
+    def copied(self, record: int, ticket: Ticket) -> None:
         ended_ns = ticket.finished_ns or time.perf_counter_ns()
         self._emit(
             "copied",
@@ -645,7 +505,6 @@ class Core:
                 self.device.free(slot.block)
         self.slots.clear()
         self._records.clear()
-        self._going.clear()
-        self._coming.clear()
+        self.swap.clear()
         self.device.close()
         self.timeline.close()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class OpFacts:
         return tuple(position for position in self.statistics if args[position] is not None)
 
 
-@lru_cache(maxsize=None)
+@cache
 def facts_of(func: OpOverload) -> OpFacts:
     """The facts of one overload."""
     schema = func._schema

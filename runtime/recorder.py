@@ -35,7 +35,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def __init__(self, core: Core) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._core = core
 
     def __torch_dispatch__(
@@ -128,7 +128,9 @@ class Recorder(TorchDispatchMode):
         products: list[Product] = []
         for index, tensor in enumerate(tensors):
             record = core.known(tensor) if new_versions else None
-            if record in new_versions.values() and all(p.record != record for p in products):
+            if record is None or record not in new_versions.values():
+                continue
+            if all(product.record != record for product in products):
                 products.append(Product(record, tensor.untyped_storage().nbytes(), View.of(tensor), written=index))
         for index, tensor in enumerate(results):
             if not is_plain(tensor) or tensor.device != core.device.torch_device or core.known(tensor) is not None:

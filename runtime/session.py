@@ -7,7 +7,6 @@ import threading
 import weakref
 from contextlib import ContextDecorator, ExitStack
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,7 +39,7 @@ _open_session: weakref.ref[evict] | None = None
 _open_lock = threading.Lock()
 
 
-class evict(ContextDecorator):  # noqa: N801 - the public door reads as a verb
+class evict(ContextDecorator):
     """Keep the saved activations of everything trained inside the block under a budget.
 
     ``budget``: device bytes the process may use in all (``8_000_000_000``, ``"8GiB"``, ``"60%"`` of the device).
@@ -207,9 +206,9 @@ class _Switch:
 
     def _turn(self, on: bool) -> None:
         if on:
-            self._recorder.__enter__()
+            self._recorder.__enter__()  # type: ignore[no-untyped-call]
         else:
-            self._recorder.__exit__(None, None, None)
+            self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._on = on
         self._core.engine.recording(on)
 

@@ -25,7 +25,7 @@ class View:
             tensor.dtype,
             tuple(tensor.size()),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )

@@ -32,7 +32,7 @@ def a_chain(nbytes: Sequence[int], **more: Any) -> Ledger:
 
 
 def a_policy(**sections: dict[str, Any]) -> Policy:
-    """Policy `delta` with `min_bytes` 0 and these sections on top: `a_policy(director={"actions": ["keep", "swap"]})`."""
+    """Policy `delta` with `min_bytes` 0, and these sections on top: `a_policy(budget={"strict": True})`."""
     return Policy.model_validate({"name": "test", "filter": {"min_bytes": 0}} | sections)
 
 
@@ -45,7 +45,7 @@ def a_log(
     end_ns: int,
     kinds: dict[int, Kind] | None = None,
 ) -> StepLog:
-    """A step. `saves`: (record, time, ops run before it); `needs`: (save order, time); `releases`: (order, needs before)."""
+    """A step. `saves`: record, time, ops run before it; `needs`: save order, time; `releases`: order, needs before."""
     return StepLog(
         ops=list(ops),
         saves=[record for record, _, _ in saves],

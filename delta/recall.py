@@ -1,0 +1,88 @@
+"""Bringing back: what has to be resident now, and what should be on its way already."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from delta.config import Policy
+from delta.costs import LinkQueue
+from delta.learner import Learner
+from delta.ledger import Host, Ledger, Record
+from delta.room import Room
+from delta.types import Action, Hold, Instruction, Kind, SwapIn
+
+
+class Recall:
+    """Holds and copies back; replays are the runtime's walk along `Ledger.missing_ops`."""
+
+    def __init__(self, policy: Policy, ledger: Ledger, queue: LinkQueue, learner: Learner, room: Room) -> None:
+        self._policy, self._ledger, self._queue, self._learner, self._room = policy, ledger, queue, learner, room
+        self.by_order: list[int] = []  # records of this step in the order of their first save
+        self._late: list[int] = []  # save orders whose prefetch had no room yet
+
+    def new_step(self) -> None:
+        """Forget what is only true within one step."""
+        self.by_order.clear()
+        self._late.clear()
+
+    def bring(self, rec: Record, now_ns: int) -> list[Instruction]:
+        """Make the record's bytes available without a replay, if that is possible."""
+        if rec.held or rec.kind is Kind.PARAMETER:
+            return []
+        if rec.alive:  # let go of, but somebody else kept it: no need to make it again
+            self._ledger.hold(rec.id)
+            self._room.back(rec)
+            return [Hold(rec.id)]
+        if rec.host is Host.WHOLE:
+            out = self._room.make(rec.nbytes, now_ns)
+            return [*out, self.swap_in(rec, now_ns)]
+        return []
+
+    def swap_in(self, rec: Record, now_ns: int) -> SwapIn:
+        self._ledger.set_host(rec.id, Host.COMING)
+        self._ledger.hold(rec.id)
+        self._queue.begin_in(rec.nbytes, now_ns)
+        rec.used_ns = now_ns
+        return SwapIn(rec.id)
+
+    def prefetch(self, now_ns: int) -> list[Instruction]:
+        """Start the copies back that the plan (or, without one, the order of the saves) puts here, as room allows."""
+        window = self._policy.prefetch.window
+        if window == 0 or Action.SWAP not in self._policy.director.actions:
+            return []
+        plan = self._learner.plan
+        if plan is not None:
+            self._late += plan.prefetch.get(self._learner.position - 1, ())
+            wanted = self._late
+        else:
+            wanted = self._next_swapped()
+        out: list[Instruction] = []
+        waiting: list[int] = []
+        for order in wanted:
+            rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
+            if rec is None or not rec.handles or rec.held or rec.host is not Host.WHOLE:
+                continue
+            if rec.alive:  # somebody else still has it: nothing to copy
+                out += self.bring(rec, now_ns)
+            elif self._fits(rec.nbytes, window):
+                out.append(self.swap_in(rec, now_ns))
+            else:
+                waiting.append(order)
+        self._late = waiting if plan is not None else []
+        return out
+
+    def _fits(self, nbytes: int, window: int | Literal["auto"]) -> bool:
+        coming = sum(r.nbytes for r in self._ledger.records.values() if r.host is Host.COMING)
+        if window != "auto" and coming + nbytes > window:
+            return False
+        limit = self._room.limit_bytes
+        return limit is None or self._ledger.resident_bytes + nbytes <= limit
+
+    def _next_swapped(self) -> list[int]:
+        """Without a plan: the last saved is most likely needed next, so look at the two newest that are swapped."""
+        swapped = [
+            order
+            for order, record in enumerate(self.by_order)
+            if (rec := self._ledger.records.get(record)) is not None and rec.host is Host.WHOLE and not rec.held
+        ]
+        return swapped[:-3:-1]

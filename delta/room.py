@@ -1,0 +1,232 @@
+"""Making room: what goes, how, and what to say when nothing can.
+
+The filter ranks, the director picks the action, the ledger is changed, and the instructions say what the runtime has to
+do. `Room` is the engine's part for everything that lowers what is resident; `recall.py` is the part that raises it.
+"""
+
+from __future__ import annotations
+
+from delta.budget import Budget
+from delta.config import Policy
+from delta.costs import Chains, LinkQueue
+from delta.director import Choice, Director, Prospect
+from delta.errors import BudgetError
+from delta.filter import SCORES, Candidate
+from delta.learner import Learner
+from delta.ledger import Host, Ledger, Record
+from delta.planner import Plan
+from delta.totals import Totals
+from delta.types import Action, AwaitOut, Drop, Hold, Instruction, Kind, SwapOut
+from delta.units import format_bytes
+
+
+class Room:
+    """Keeps what is resident under the limit of `budget`."""
+
+    def __init__(
+        self, policy: Policy, budget: Budget, ledger: Ledger, queue: LinkQueue, learner: Learner, totals: Totals
+    ) -> None:
+        self._policy, self._budget, self._ledger = policy, budget, ledger
+        self._queue, self._learner, self._totals = queue, learner, totals
+        self._chains = Chains()
+        self._score = SCORES[policy.filter.score]
+        self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
+        self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
+        self.host_full = False
+        self.evicted = False  # something was evicted in this step
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Bytes of saved activations that may be resident now; None: as many as there are."""
+        return self._budget.limit_bytes(max(self._ledger.peak_unevicted_bytes, self._learner.known_peak_bytes))
+
+    def new_step(self) -> None:
+        """Forget what is only true within one step."""
+        self._chains.clear()
+        self.makers.clear()
+        self.evicted = False
+
+    def make_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
+        """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all told;
+        copies out that are late by then are waited for as if nothing else would go."""
+        if order + 1 >= len(plan.saved_bytes):
+            return self.make(0, now_ns)
+        limit = self.limit_bytes
+        awaits: list[AwaitOut] = []
+        if limit is not None:
+            awaits, _ = self._await_out(self._ledger.resident_bytes + plan.saved_bytes[order + 1] - limit)
+        rise = plan.forward_bytes[order + 1] - plan.forward_bytes[order]
+        awaited = sum(self._ledger[instruction.record].nbytes for instruction in awaits)
+        return [*awaits, *self.make(max(0, rise) - awaited, now_ns)]
+
+    def _await_out(self, over_bytes: int) -> tuple[list[AwaitOut], int]:
+        """Wait for copies out until that much less is resident; returns what is over still."""
+        out = []
+        if over_bytes > 0 and self._ledger.leaving_bytes:
+            for rec in self._ledger.records.values():
+                if rec.host is Host.LEAVING and over_bytes > 0:
+                    over_bytes -= rec.nbytes
+                    out.append(AwaitOut(rec.id))
+        return out, over_bytes
+
+    def make(self, extra_bytes: int, now_ns: int) -> list[Instruction]:
+        """Evict until `extra_bytes` more fit."""
+        limit = self.limit_bytes
+        if limit is None:
+            return []
+        over = self._ledger.resident_bytes + extra_bytes - limit
+        if over <= 0:
+            return []
+        self._learner.surprise()
+        out: list[Instruction] = []
+        awaited, over = self._await_out(over)
+        out += awaited
+        if over > 0:
+            out += self.evict(over, now_ns)
+        return out
+
+    def evict(self, over_bytes: int, now_ns: int) -> list[Instruction]:
+        out: list[Instruction] = []
+        for choice, rec in self._ranked(now_ns):
+            if over_bytes <= 0:
+                break
+            # An eviction before this one may have taken what this recipe reads, or made its chain dearer: ask again.
+            if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
+                continue
+            out += self.carry_out(rec, choice.action, now_ns, wait=True)
+            over_bytes -= rec.nbytes
+        if over_bytes > 0:
+            self._short(over_bytes)
+        return out
+
+    def _ranked(self, now_ns: int) -> list[tuple[Choice, Record]]:
+        """Everything that may go, the filter's first choice first."""
+        ranked = []
+        for rec in self._ledger.records.values():
+            if not self.may_go(rec):
+                continue
+            until_use_ns = self._until_use_ns(rec, now_ns)
+            choice = self.director.choose(self._prospect(rec, until_use_ns, now_ns), self._queue)
+            if choice is not None:
+                candidate = Candidate(rec.id, rec.nbytes, choice.cost_ns, now_ns - rec.used_ns, until_use_ns)
+                ranked.append((self._score(candidate), rec.id, choice, rec))
+        ranked.sort(key=lambda entry: entry[:2])
+        return [(choice, rec) for _, _, choice, rec in ranked]
+
+    def may_go(self, rec: Record) -> bool:
+        return (
+            rec.held
+            and not rec.pins
+            and rec.kind is Kind.ACTIVATION
+            and rec.host in (Host.NONE, Host.WHOLE)
+            and rec.nbytes >= self._policy.filter.min_bytes
+        )
+
+    def _prospect(self, rec: Record, until_use_ns: int | None, now_ns: int) -> Prospect:
+        op_name, module = self.makers.get(rec.id, ("", ""))
+        chain_ns = None
+        if Action.RECOMPUTE in self._policy.director.actions and self._ledger.recoverable(rec.id, grasp=True):
+            op = self._ledger.ops[rec.op] if rec.op is not None else None
+            chain_ns = self._chains.cost_ns(op.cost_ns, op.inputs) if op is not None else None
+        ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
+        return Prospect(
+            rec.nbytes,
+            op_name,
+            module,
+            chain_ns,
+            rec.host is Host.WHOLE,
+            not self.host_full,
+            now_ns,
+            now_ns,
+            now_ns + ahead_ns,
+        )
+
+    def _until_use_ns(self, rec: Record, now_ns: int) -> int | None:
+        """Time to the next use where the step is known."""
+        plan = self._learner.plan
+        if plan is None or not 0 <= rec.saved_at < len(plan.next_needs):
+            return None
+        position = self._learner.position
+        coming = [p for p in plan.next_needs[rec.saved_at] if p >= position]
+        if not coming:
+            return None
+        here_ns = plan.need_ns[min(position, len(plan.need_ns) - 1)]
+        return max(0, plan.need_ns[coming[0]] - here_ns)
+
+    def carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
+        self.evicted = True
+        self._totals.evictions[action.value] = self._totals.evictions.get(action.value, 0) + 1
+        if action is Action.SWAP and rec.host is Host.NONE:
+            self._ledger.set_host(rec.id, Host.LEAVING)
+            self._queue.begin_out(rec.nbytes, now_ns)
+            return [SwapOut(rec.id, wait)]
+        out: list[Instruction] = []
+        if action is Action.RECOMPUTE:
+            for anchor in self._ledger.anchors(rec.id):
+                self._ledger.hold(anchor)
+                out.append(Hold(anchor))
+        self._ledger.let_go(rec.id)
+        if action is Action.RECOMPUTE:
+            self.missing(rec)
+        return [*out, Drop(rec.id, action)]
+
+    def follow(self, rec: Record, plan: Plan, now_ns: int) -> list[Instruction]:
+        """Do with a freshly saved record what the plan says, as far as it can be done."""
+        action = plan.actions[rec.saved_at] if rec.saved_at < len(plan.actions) else Action.KEEP
+        if action is Action.KEEP or not self.may_go(rec):
+            return []
+        if action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
+            return []
+        if action is Action.SWAP and self.host_full:
+            return []
+        return self.carry_out(rec, action, now_ns, wait=False)
+
+    def _short(self, over_bytes: int) -> None:
+        """Nothing more can go and it still does not fit."""
+        limit = self.limit_bytes
+        firm = not self._budget.is_share or self._learner.known_peak_bytes or self._learner.log.needs
+        if limit is None or not firm:
+            return
+        parts = self._floor_parts()
+        text = (
+            f"the budget of {format_bytes(limit)} for saved activations cannot be held: "
+            f"{format_bytes(limit + over_bytes)} have to be resident at once, made up of {parts}. "
+            "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, filter.min_bytes)."
+        )
+        if self._policy.budget.strict:
+            raise BudgetError(text)
+        self._totals.warn(text)
+
+    def _floor_parts(self) -> str:
+        parts = {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}
+        parts |= {"still used by the program": 0, "not evictable under this policy": 0}
+        for rec in self._ledger.records.values():
+            if not rec.counted:
+                continue
+            if rec.pins:
+                parts["in use by the op at hand"] += rec.nbytes
+            elif rec.kind is Kind.SOURCE:
+                parts["inputs of the step"] += rec.nbytes
+            elif rec.nbytes < self._policy.filter.min_bytes:
+                parts["smaller than filter.min_bytes"] += rec.nbytes
+            elif not rec.held:
+                parts["still used by the program"] += rec.nbytes
+            else:
+                parts["not evictable under this policy"] += rec.nbytes
+        said = [f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes]
+        return ", ".join(said) or "what the next op makes"
+
+    def missing(self, rec: Record) -> None:
+        """Tell the chains that the record's bytes are gone, if somebody could still ask for them."""
+        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        if op is None or (not rec.handles and not rec.users):
+            return
+        neighbours = list(op.inputs)
+        for user in rec.users:
+            neighbours += self._ledger.ops[user].outputs
+        self._chains.gone(rec.id, op.cost_ns, neighbours)
+
+    def back(self, rec: Record) -> None:
+        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        if op is not None:
+            self._chains.back(rec.id, op.cost_ns)

@@ -1,0 +1,149 @@
+"""Copies of whole storages to the host tier and back, as the engine asks for them.
+
+A copy out that fails leaves the device copy as the value; a copy back that fails is asked for once more before training
+has to stop with a SwapError. The device copy goes only after the host copy is whole (promise P4): letting go of it is an
+instruction the engine gives when it has been told.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from delta.errors import HostFullError, SwapError
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+
+class Swap:
+    """The transfers under way. All calls come from inside `Core.entered`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._going: list[int] = []
+        self._coming: list[int] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer has not been seen to end yet."""
+        return bool(self._going or self._coming)
+
+    def clear(self) -> None:
+        """Forget the transfers of a session that has ended."""
+        self._going.clear()
+        self._coming.clear()
+
+    def out(self, record: int, wait: bool) -> None:
+        slot = self._core.slots[record]
+        assert slot.storage is not None
+        try:
+            slot.going = self._core.device.copy_out(slot.storage)
+        except HostFullError:
+            self._core.run(self._core.engine.copy_out_failed(record, host_full=True))
+            return
+        except SwapError:
+            self._core.run(self._core.engine.copy_out_failed(record, host_full=False))
+            return
+        self._going.append(record)
+        if wait:
+            self.await_out(record)
+
+    def await_out(self, record: int) -> None:
+        ticket = self._core.slots[record].going if record in self._core.slots else None
+        if ticket is None:
+            return
+        began_ns = time.perf_counter_ns()
+        failed: SwapError | None = None
+        try:
+            self._core.device.wait(ticket)
+        except SwapError as error:
+            failed = error
+        self._core.waited(record, began_ns, "copy out")
+        self._out_ended(record, failed)
+
+    def _out_ended(self, record: int, failed: SwapError | None) -> None:
+        slot = self._core.slots[record]
+        ticket, slot.going = slot.going, None
+        self._going.remove(record)
+        assert ticket is not None
+        if failed is not None:
+            self._core.run(self._core.engine.copy_out_failed(record, isinstance(failed, HostFullError)))
+            return
+        slot.block = ticket.block
+        self._core.copied(record, ticket)
+        self._core.run(self._core.engine.copied_out(record))
+
+    def back(self, record: int) -> None:
+        slot = self._core.slots[record]
+        assert slot.block is not None
+        try:
+            slot.coming = self._core.device.copy_in(slot.block)
+        except (SwapError, torch.OutOfMemoryError):
+            self._core.engine.copy_in_failed(record)
+            raise
+        slot.storage = slot.coming.storage
+        assert slot.storage is not None
+        slot.ref = self._core.track(slot.storage, record)
+        self._coming.append(record)
+
+    def await_back(self, record: int) -> None:
+        slot = self._core.slots[record]
+        assert slot.coming is not None
+        began_ns = time.perf_counter_ns()
+        try:
+            self._core.device.wait(slot.coming)
+        except SwapError:
+            self._back_failed(record)
+            self._retry(record)
+        self._core.waited(record, began_ns, "copy in")
+        self._back_ended(record)
+
+    def _retry(self, record: int) -> None:
+        """The host copy is whole still: one more try before training has to stop."""
+        self._core.run([self._core.engine.swap_in_again(record, time.perf_counter_ns())])
+        slot = self._core.slots[record]
+        assert slot.coming is not None
+        try:
+            self._core.device.wait(slot.coming)
+        except SwapError:
+            self._back_failed(record)
+            raise
+
+    def _back_failed(self, record: int) -> None:
+        slot = self._core.slots[record]
+        self._coming.remove(record)
+        if slot.ref is not None:
+            self._core.untrack(slot.ref)
+        slot.coming = slot.storage = slot.ref = None
+        self._core.engine.copy_in_failed(record)
+
+    def _back_ended(self, record: int) -> None:
+        slot = self._core.slots[record]
+        ticket, slot.coming = slot.coming, None
+        self._coming.remove(record)
+        assert ticket is not None
+        self._core.copied(record, ticket)
+        self._core.run(self._core.engine.copied_in(record))
+
+    def poll(self) -> None:
+        for record in list(self._going):
+            slot = self._core.slots.get(record)
+            if slot is None or slot.going is None:
+                continue
+            try:
+                if self._core.device.ready(slot.going):
+                    self._out_ended(record, None)
+            except SwapError as error:
+                self._out_ended(record, error)
+        for record in list(self._coming):
+            slot = self._core.slots.get(record)
+            if slot is None or slot.coming is None:
+                continue
+            try:
+                if self._core.device.ready(slot.coming):
+                    self._back_ended(record)
+            except SwapError:
+                self._back_failed(record)

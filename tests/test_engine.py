@@ -1,0 +1,624 @@
+"""Golden schedules: events in, the exact instructions out. Units: bytes, ns; the link moves one byte a ns.
+
+In all of them s (record 0) is a source of 10 bytes, and op k makes record k out of record k - 1 in 10 ns.
+"""
+
+import pytest
+from toy import LINK, Toy
+
+from delta.budget import Budget
+from delta.errors import BudgetError
+from delta.types import (
+    Action,
+    AwaitOut,
+    Drop,
+    Forget,
+    Hold,
+    Kind,
+    Link,
+    Mode,
+    Preserve,
+    Release,
+    SwapIn,
+    SwapOut,
+)
+from delta.units import Bytes, Share
+
+RECOMPUTE = ("keep", "recompute")
+SWAP = ("keep", "swap")
+
+
+def forward(toy: Toy, count: int, nbytes: int = 100, start: int = 0) -> list[list]:
+    """s -> 1 -> 2 ...: each is saved when its op has run and dropped by the program when the next op has read it."""
+    if not start:
+        toy.source(0, 10)
+    said = []
+    for k in range(start + 1, start + count + 1):
+        toy.op(k, nbytes, [k - 1])
+        if k - 1 in toy.program and k > 1:
+            toy.let_go(k - 1)
+        said.append(toy.save(k, 10 * k))
+    return said
+
+
+def leaves(toy: Toy, record: int, at: int) -> None:
+    """The one record that may go is on its way out."""
+    toy.slow = True
+    toy._do(toy.engine.rescue(at))
+    toy.slow = False
+    assert toy.leaving == [record]
+
+
+# -- online eviction in forward ---------------------------------------------------------------------------------------
+def test_a_step_that_fits_is_left_alone():
+    toy = Toy(1000)
+    assert forward(toy, 3) == [[Hold(1)], [Hold(2)], [Hold(3)]]
+    toy.let_go(3)
+    assert toy.use(3, 40) == [Release(3), Forget(3)]
+    assert toy.use(2, 50) == [Release(2), Forget(2)]
+    # the end of the step: recipes go, so nothing reads s any more; the program still holds it
+    assert toy.use(1, 60) == [Release(1), Forget(1)]
+    assert toy.engine.totals.evictions == {}
+    assert toy.engine.totals.peak_bytes == 300
+
+
+def test_recomputing_online():
+    """Limit 250. After each save there must be room for one more of the largest so far, 100.
+
+    save 1: 100 resident, 200 with the next: fits.
+    save 2: 200, 300 with the next: 50 over. Scores cost / (bytes * idle): 1 (10+1)/(100*(10+1)) = 0.010,
+            2 (10+1)/(100*1) = 0.11 -> 1 goes. Its recipe reads s, which has to be held for that (10 bytes).
+    save 3: 2 + 3 + s = 210, 310 with the next: 60 over. 2 costs 10 + 10 (1 is missing): 21/(100*11) = 0.019;
+            3: 11/100 = 0.11 -> 2 goes.
+    """
+    toy = Toy(250, RECOMPUTE)
+    assert forward(toy, 3) == [
+        [Hold(1)],
+        [Hold(2), Hold(0), Drop(1, Action.RECOMPUTE)],
+        [Hold(3), Drop(2, Action.RECOMPUTE)],
+    ]
+    assert toy.engine.ledger.resident_bytes == 110
+
+
+def test_replay_goes_from_the_root_to_the_target_and_keeps_what_is_needed_later():
+    """1 and 2 were dropped. Need 2 replays 1, then 2; 1 has a handle of its own and stays."""
+    toy = Toy(250, RECOMPUTE)
+    forward(toy, 3)
+    toy.let_go(3)
+    assert toy.use(3, 40) == [Release(3), Forget(3)]
+    assert toy.need(2, 50) == []
+    assert toy.replayed == [1, 2]
+    assert toy.engine.ledger.resident_bytes == 210
+    assert toy.unsave(2) == [Release(2), Forget(2)]
+    assert toy.need(1, 60) == []
+    assert toy.replayed == [1, 2], "1 was kept"
+    # with 1 the last handle goes, and with its recipe the reason to hold s
+    assert toy.unsave(1) == [Release(1), Forget(1), Release(0)]
+    assert toy.engine.totals.recomputed_bytes == 200
+
+
+def test_what_a_replay_makes_for_nobody_goes_at_once():
+    """2 is not saved: replayed for 3 and let go when 3 has been made."""
+    toy = Toy(150, RECOMPUTE)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.op(2, 60, [1])
+    toy.op(3, 50, [2])
+    toy.let_go(1, 2)  # nobody saved them: they die, but 3's recipe still reads them
+    # 50 + 50 fit
+    assert toy.save(3, 30) == [Hold(3)]
+    toy.op(4, 80, [3])
+    # 50 + 80, and 80 for the next: 60 over. 3 costs 10 + 10 + 10: 31/(50*11) = 0.056; 4: 11/80 = 0.14. 3 is not enough,
+    # and 4 goes too (it reads 3, so its chain is 3 ops longer now, which is no reason: there is nothing else)
+    toy.let_go(3)
+    assert toy.save(4, 40) == [Hold(4), Hold(0), Drop(3, Action.RECOMPUTE), Drop(4, Action.RECOMPUTE)]
+    toy.let_go(4)
+    # replaying 2 makes 1 useless, replaying 3 makes 2 useless; 3 itself is saved and stays
+    assert toy.need(4, 50) == [Release(1), Release(2)]
+    assert toy.replayed == [1, 2, 3, 4]
+
+
+def test_swapping_online():
+    """Limit 250, nothing but swaps. Room is needed at once, so the copy is waited for.
+
+    save 2: 50 over. Cost: exposed 100 out + 100 back - idle ahead (as long as since its last use).
+            1: out 100 exposed, back at 20+200 = 220, next use guessed at 20 + 10: 190 -> 290; /(100*11) = 0.26
+            2: out 100, back at 220, used at 20: 200 -> 300; /(100*1) = 3 -> 1 goes.
+    save 3: 2 + 3 = 200, 300 with the next: 50 over; 2 is the older one again.
+    """
+    toy = Toy(250, SWAP)
+    assert forward(toy, 3) == [
+        [Hold(1)],
+        [Hold(2), SwapOut(1, wait=True), Drop(1, Action.SWAP)],
+        [Hold(3), SwapOut(2, wait=True), Drop(2, Action.SWAP)],
+    ]
+    assert toy.engine.totals.swapped_out_bytes == 200
+
+
+def test_what_was_swapped_comes_back_and_the_next_is_prefetched():
+    """After need 3: both 1 and 2 are on the host, the last saved first. Resident 100 (3): both fit under 250 only one
+    after the other: 2 comes at once (200), 1 does not fit."""
+    toy = Toy(250, SWAP)
+    forward(toy, 3)
+    toy.let_go(3)
+    assert toy.need(3, 40) == [SwapIn(2)]
+    assert toy.unsave(3) == [Release(3), Forget(3)]
+    # need 2: nothing to start; served, then 1 fits beside it
+    assert toy.need(2, 50) == [SwapIn(1)]
+    assert toy.unsave(2) == [Release(2), Forget(2)]
+    assert toy.use(1, 60) == [Release(1), Forget(1)]
+    assert toy.engine.totals.swapped_in_bytes == 200
+
+
+def test_prefetch_can_be_turned_off():
+    toy = Toy(250, SWAP, prefetch={"window": 0})
+    forward(toy, 3)
+    assert toy.need(3, 40) == []
+    toy.unsave(3)
+    assert toy.need(2, 50) == [SwapIn(2)]
+
+
+def test_the_prefetch_window_bounds_what_is_on_its_way():
+    toy = Toy(10_000, SWAP, prefetch={"window": 150})
+    forward(toy, 3)
+    for record in (1, 2, 3):
+        toy.let_go(record)
+    toy.engine.budget.activations = Bytes(0)
+    toy._do(toy.engine.pressure(35))
+    toy.engine.budget.activations = Bytes(10_000)
+    # 3 is needed and comes back; 2 (100 bytes) fits the window of 150, 1 beside it does not
+    assert toy.need(3, 40) == [SwapIn(3), SwapIn(2)]
+    toy.copy_ends(2)
+    assert toy.need(3, 45) == [SwapIn(1)]
+
+
+def test_the_director_picks_per_record():
+    """Room is needed at once, so a swap of 100 bytes costs at least its 100 ns out: less than op 1, more than op 2."""
+    toy = Toy(150)
+    toy.source(0, 10)
+    toy.op(1, 100, [0], cost_ns=5000)
+    toy.op(2, 100, [0], cost_ns=10)
+    assert toy.save(1, 10) == [Hold(1), SwapOut(1, wait=True), Drop(1, Action.SWAP)]
+    toy.let_go(1)
+    assert toy.save(2, 20) == [Hold(2), Hold(0), Drop(2, Action.RECOMPUTE)]
+    toy.let_go(2)
+    assert toy.need(2, 30) == []
+    assert toy.unsave(2) == [Release(2), Forget(2)]
+    assert toy.need(1, 40) == [SwapIn(1)]
+    assert toy.replayed == [2]
+
+
+def test_a_replay_reads_a_swapped_ancestor_from_the_host():
+    """3 <- 2 <- 1: 1 is on the host, 2 was not saved, 3 was dropped. Op 1 does not run again."""
+    toy = Toy(1000, rules=[{"op": "aten.dear", "action": "swap"}, {"op": "aten.f", "action": "recompute"}])
+    toy.source(0, 10)
+    toy.op(1, 100, [0], name="aten.dear")
+    toy.op(2, 40, [1])
+    toy.op(3, 50, [2])
+    toy.save(1, 10), toy.save(3, 30)
+    toy.let_go(1, 2, 3)
+    toy._do(toy.engine.rescue(35))
+    assert toy.mine == set()
+    assert toy.need(3, 40) == [SwapIn(1), Release(2)]
+    assert toy.replayed == [2, 3]
+
+
+def test_copies_that_are_under_way_are_waited_for_first():
+    """A copy out that is late frees its room without evicting anything else."""
+    toy = Toy(1000, SWAP)
+    forward(toy, 1)
+    leaves(toy, 1, 15)
+    forward(toy, 1, start=1)
+    toy.engine.budget.activations = Bytes(100)
+    assert toy._do(toy.engine.pressure(30)) == [AwaitOut(1), Drop(1, Action.SWAP)]
+
+
+def test_small_storages_are_never_evicted():
+    toy = Toy(250, RECOMPUTE, filter={"min_bytes": 101})
+    assert forward(toy, 3) == [[Hold(1)], [Hold(2)], [Hold(3)]]
+
+
+def test_rules_decide_before_costs():
+    toy = Toy(250, rules=[{"op": "aten.f", "action": "swap"}])
+    assert forward(toy, 2)[1] == [Hold(2), SwapOut(1, wait=True), Drop(1, Action.SWAP)]
+    toy = Toy(250, rules=[{"op": "aten.*", "action": "keep"}])
+    assert forward(toy, 2)[1] == [Hold(2)]
+
+
+def test_parameters_are_not_counted_and_not_held():
+    toy = Toy(10)
+    toy.source(7, 1000, Kind.PARAMETER)
+    assert toy.save(7, 5) == []
+    assert toy.engine.ledger.resident_bytes == 0
+    assert toy.need(7, 6) == []
+
+
+def test_delta_paper_counts_the_whole_swap():
+    """Op 1 takes 150 ns, its swap 100 + 100, all of it hidden (the room is not needed before the next op).
+
+    The published rule does not know that: 150 < 200, recompute.
+    """
+    toy = Toy(150, filter={"min_bytes": 0, "score": "delta-paper"})
+    toy.source(0, 10)
+    toy.op(1, 100, [0], cost_ns=150)
+    assert toy.save(1, 10) == [Hold(1), Hold(0), Drop(1, Action.RECOMPUTE)]
+    toy = Toy(150, filter={"min_bytes": 0, "score": "delta-paper"})
+    toy.source(0, 10)
+    toy.op(1, 100, [0], cost_ns=201)
+    assert toy.save(1, 10) == [Hold(1), SwapOut(1, wait=True), Drop(1, Action.SWAP)]
+
+
+def test_what_the_program_still_uses_is_dropped_but_not_gone():
+    """1 is evicted while the program holds it: need finds it alive and copies nothing."""
+    toy = Toy(150, SWAP)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    assert toy.save(1, 10) == [Hold(1), SwapOut(1, wait=True), Drop(1, Action.SWAP)]
+    assert toy.engine.ledger.resident_bytes == 100
+    assert toy.need(1, 20) == [Hold(1)]
+    assert toy.engine.totals.swapped_in_bytes == 0
+
+
+def test_two_handles_on_one_storage_count_once():
+    toy = Toy(1000)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    assert toy.save(1, 10) == [Hold(1)]
+    assert toy.save(1, 11) == []
+    assert toy.engine.ledger.resident_bytes == 100
+    toy.let_go(1)
+    assert toy.use(1, 20) == []
+    assert toy.use(1, 21) == [Release(1), Forget(1)]
+
+
+# -- backward, more than once -----------------------------------------------------------------------------------------
+def test_retain_graph_needs_everything_twice():
+    """Limit 210. Forward: save 2 drops 1 (and holds s, 10 bytes), save 3 drops 2; 3 and s are left.
+
+    First backward: need 2 replays 1 (s + 3 + 1 = 210 fits) and 2, for which 3 has to go (1 is read by the op). With
+    every handle still alive the second backward finds 1 and 2.
+    Second backward: need 3 replays 3; 2 is read by it, so 1 goes. Need 1 replays 1; of 2, used 10 ns ago, with a chain
+    of 10 + 10 ns (21/(100*11)) and 3, used 20 ns ago, with 10 (11/(100*21)), 3 goes.
+    """
+    toy = Toy(210, RECOMPUTE)
+    forward(toy, 3)
+    toy.let_go(3)
+    said = [toy.need(record, at) for record, at in ((3, 40), (2, 50), (1, 60))]
+    assert said == [[], [Drop(3, Action.RECOMPUTE)], []]
+    assert toy.replayed == [1, 2]
+    said = [toy.need(record, at) for record, at in ((3, 80), (2, 90), (1, 100))]
+    assert said == [[Drop(1, Action.RECOMPUTE)], [], [Drop(3, Action.RECOMPUTE)]]
+    assert toy.replayed == [1, 2, 3, 1]
+    assert toy.unsave(3) == [Forget(3)]
+    assert toy.unsave(2) == [Release(2), Forget(2)]
+    assert toy.unsave(1) == [Release(1), Forget(1), Release(0)]
+    assert toy.engine.totals.steps == 1
+    assert toy.engine.totals.peak_bytes == 210
+
+
+def test_serving_twice_at_once_pins_twice():
+    """Two threads of backward may hold the same value."""
+    toy = Toy(1000)
+    forward(toy, 1)
+    toy._do(toy.engine.need(1, 20))
+    toy._do(toy.engine.need(1, 21))
+    assert toy.engine.ledger[1].pins == 2
+    toy._do(toy.engine.rescue(22))
+    assert 1 in toy.mine, "in use: it cannot go"
+    toy._do(toy.engine.served(1))
+    toy._do(toy.engine.rescue(23))
+    assert 1 in toy.mine
+    toy._do(toy.engine.served(1))
+    assert toy._do(toy.engine.rescue(24))
+
+
+# -- writes in place --------------------------------------------------------------------------------------------------
+def test_a_version_that_a_dropped_record_reads_is_preserved():
+    """2 = f(1) was dropped; 1 is overwritten by 3 = g(1). The recipe of 2 reads the old 1, so that is cloned first."""
+    toy = Toy(150, RECOMPUTE)
+    toy.source(0, 10)
+    toy.op(1, 20, [0])
+    toy.op(2, 100, [1])
+    # 100, and 100 for the next: over. What a replay of 2 begins with is s
+    assert toy.save(2, 20) == [Hold(2), Hold(0), Drop(2, Action.RECOMPUTE)]
+    toy.let_go(2)
+    assert toy.overwrite(1, 3, [1], 20) == [Preserve(1)]
+    assert toy.engine.ledger[1].held
+    # the clone goes when 2 has been made: s is held, so 1 can be had again
+    assert toy.need(2, 40) == [Release(1)]
+    assert toy.replayed == [2]
+
+
+def test_a_version_nobody_reads_again_is_let_go():
+    toy = Toy(1000, RECOMPUTE)
+    toy.source(0, 10)
+    toy.op(1, 20, [0])
+    # 3 = g(1), written into 1's storage: 3's own recipe reads 1, which can be made again from s
+    assert toy.overwrite(1, 3, [1], 20) == []
+    assert not toy.engine.ledger[1].alive
+    assert toy.save(3, 20) == [Hold(3)]
+    toy.let_go(3)
+    assert toy._do(toy.engine.rescue(30)) == [Hold(0), Drop(3, Action.RECOMPUTE)]
+    toy.need(3, 40)
+    assert toy.replayed == [1, 3]
+
+
+def test_handles_follow_an_overwritten_storage():
+    """1 was saved and is overwritten: plain autograd's saved tensor shows the new bytes too (and complains of it)."""
+    toy = Toy(1000)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.save(1, 10)
+    assert toy.overwrite(1, 2, [1], 100) == [Hold(2), Release(1)]
+    assert toy.engine.ledger[2].handles == 1
+    assert toy.engine.ledger.resident_bytes == 100
+    assert toy.need(1, 20) == []
+    toy.let_go(2)
+    assert toy.unsave(1) == [Release(2), Forget(2), Forget(1)]
+
+
+def test_a_storage_on_its_way_out_is_waited_for_before_it_is_overwritten():
+    toy = Toy(1000, SWAP)
+    forward(toy, 1)
+    leaves(toy, 1, 15)
+    assert toy.overwrite(1, 2, [1], 100)[0] == AwaitOut(1)
+    assert toy.leaving == []
+
+
+def test_what_a_replay_may_overwrite_without_a_copy():
+    """3 is made by writing into 2. Nobody saved 2, and it can be made again: the replay may take its storage."""
+    toy = Toy(10_000, RECOMPUTE)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.op(2, 100, [1])
+    toy.overwrite(2, 3, [2], 100)
+    toy.save(3, 30)
+    toy.let_go(1, 3)
+    toy._do(toy.engine.rescue(40))
+    chain = toy.engine.replay_order(3)
+    assert [op.outputs[0] for op in chain] == [1, 2, 3]
+    for op in chain[:2]:
+        toy._replay(op)
+    assert toy.engine.stealable(chain[2]) == {2}
+    toy.engine.ledger[2].pins += 1  # somebody else reads it as well
+    assert toy.engine.stealable(chain[2]) == frozenset()
+
+
+# -- the host tier fails ----------------------------------------------------------------------------------------------
+def test_a_full_host_falls_back_to_recomputing():
+    """Swap would be cheaper for op 1 (5 us), but there is no room; the next eviction takes the recipe."""
+    toy = Toy(150)
+    toy.host_room_left = False
+    toy.source(0, 10)
+    toy.op(1, 100, [0], cost_ns=5000)
+    assert toy.save(1, 10) == [Hold(1), SwapOut(1, wait=True)]
+    toy.let_go(1)
+    assert toy.engine.ledger.resident_bytes == 100, "still the value"
+    assert toy._do(toy.engine.rescue(20)) == [Hold(0), Drop(1, Action.RECOMPUTE)]
+
+
+def test_when_the_host_has_room_again_it_is_used_again():
+    toy = Toy(150)
+    toy.host_room_left = False
+    toy.source(0, 10)
+    toy.op(1, 100, [0], cost_ns=5000)
+    toy.save(1, 10)
+    toy.host_room_left = True
+    toy.engine.host_room()
+    assert toy._do(toy.engine.rescue(20))[0] == SwapOut(1, wait=True)
+
+
+def test_a_full_host_without_a_recipe_keeps():
+    toy = Toy(150, SWAP)
+    toy.host_room_left = False
+    forward(toy, 2)
+    assert toy.mine == {1, 2}
+    assert toy.need(1, 50) == []
+
+
+def test_a_failed_copy_out_keeps_and_warns():
+    toy = Toy(1000, SWAP)
+    forward(toy, 1)
+    leaves(toy, 1, 15)
+    toy.leaving.clear()
+    assert toy._do(toy.engine.copy_out_failed(1, host_full=False)) == []
+    assert toy.engine.totals.warnings == ["a copy to the host failed; the tensor was kept on the device"]
+    assert toy.need(1, 20) == []
+
+
+def test_a_failed_copy_back_may_be_asked_for_again():
+    toy = Toy(250, SWAP)
+    forward(toy, 3)
+    toy.let_go(3)
+    assert toy.need(3, 40) == [SwapIn(2)]
+    toy.coming.clear()
+    toy.mine.discard(2)
+    toy.engine.copy_in_failed(2)
+    toy.engine.ledger.validate()
+    assert toy.engine.ledger.resident_bytes == 100
+    assert toy._do([toy.engine.swap_in_again(2, 45)]) == [SwapIn(2)]
+    assert toy.copy_ends(2) == []
+    assert toy.engine.ledger.resident_bytes == 200
+
+
+# -- budgets that cannot be held --------------------------------------------------------------------------------------
+def tightened(strict: bool) -> Toy:
+    """Resident: an input (600), one under min_bytes (99), one that cannot be made again (500) and one that can (100).
+    Then the limit falls to 1 KiB."""
+    toy = Toy(10_000, RECOMPUTE, filter={"min_bytes": 100}, budget={"strict": strict})
+    toy.source(0, 600)
+    toy.op(1, 99, [0])
+    toy.op(2, 500, [1], replayable=False)
+    toy.op(3, 100, [2])
+    for record in range(4):
+        toy.save(record, 10 * record)
+    toy.engine.budget.activations = Bytes(1024)
+    return toy
+
+
+def test_a_strict_budget_that_cannot_be_held_is_an_error_that_names_the_floor_and_its_parts():
+    """600 + 99 + 500 + 100 = 1299 resident, 275 over. Letting go of 3 (100) leaves 1199 bytes: 1.17 KiB."""
+    toy = tightened(strict=True)
+    with pytest.raises(BudgetError) as caught:
+        toy.engine.pressure(40)
+    text = str(caught.value)
+    assert text.startswith("the budget of 1 KiB for saved activations cannot be held: 1.17 KiB have to be resident")
+    assert text.partition("made up of ")[2].partition(". ")[0].split(", ") == [
+        "600 B inputs of the step",
+        "99 B smaller than filter.min_bytes",
+        "100 B still used by the program",
+        "500 B not evictable under this policy",
+    ]
+    assert "Give a larger budget, a smaller batch, or a policy that may evict more" in text
+
+
+def test_a_budget_that_cannot_be_held_is_warned_of_once():
+    toy = tightened(strict=False)
+    toy._do(toy.engine.pressure(40))
+    toy.op(4, 500, [3], replayable=False)
+    toy.save(4, 50)
+    assert len(toy.engine.totals.warnings) == 1
+    assert "600 B inputs of the step" in toy.engine.totals.warnings[0]
+
+
+def test_what_is_in_use_is_a_part_of_the_floor():
+    toy = Toy(1024, RECOMPUTE, budget={"strict": True})
+    forward(toy, 1, nbytes=500)
+    toy._do(toy.engine.need(1, 20))
+    toy.engine.budget.activations = Bytes(400)
+    with pytest.raises(BudgetError, match="500 B in use by the op at hand"):
+        toy.engine.pressure(30)
+
+
+def test_a_share_says_nothing_while_the_peak_is_not_known():
+    """40 % of what was saved so far cannot hold the first tensor: no complaint before backward begins."""
+    toy = Toy(Budget(activations=Share(0.4)), RECOMPUTE, filter={"min_bytes": 1000}, budget={"strict": True})
+    forward(toy, 3)
+    assert toy.engine.totals.warnings == []
+    with pytest.raises(BudgetError):
+        toy.need(3, 40)
+        toy.engine.pressure(41)
+
+
+# -- kinds of budget --------------------------------------------------------------------------------------------------
+def test_a_share_is_one_of_what_was_saved_so_far():
+    toy = Toy(Budget(activations=Share(0.5)), RECOMPUTE)
+    forward(toy, 1)
+    assert toy.engine.limit_bytes == 50
+    forward(toy, 3, start=1)
+    assert toy.engine.limit_bytes == 200
+
+
+def test_a_device_budget_leaves_out_what_is_not_an_activation():
+    toy = Toy(Budget(device_bytes=1000, reserve_bytes=30, other_bytes=600), RECOMPUTE)
+    assert toy.engine.limit_bytes == 370
+    assert toy.engine.told_budget_bytes == 1000
+    forward(toy, 2)
+    toy.let_go(1, 2)
+    # a workspace of 200 appears: 200 resident, 170 may be: 30 over
+    toy.engine.budget.other_bytes = 800
+    assert toy._do(toy.engine.pressure(30)) == [Hold(0), Drop(1, Action.RECOMPUTE)]
+
+
+def test_without_a_budget_nothing_is_ever_evicted():
+    toy = Toy(Budget())
+    assert toy.engine.limit_bytes is None
+    assert forward(toy, 3) == [[Hold(1)], [Hold(2)], [Hold(3)]]
+    assert not toy.engine.wants_recorder
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+def backward(toy: Toy, records: list[int], at: int) -> list[list]:
+    said = []
+    for k, record in enumerate(records):
+        toy.let_go(record)
+        said.append(toy.use(record, at + 10 * k))
+    return said
+
+
+def step(toy: Toy, base: int, at: int) -> None:
+    """s, then four records in a chain, saved 10 ns apart and needed in reverse."""
+    toy.source(base, 10)
+    for k in range(1, 5):
+        toy.op(base + k, 100, [base + k - 1])
+        if k > 1:
+            toy.let_go(base + k - 1)
+        toy.now = at + 10 * k
+        toy._do(toy.engine.saved(base + k, k, toy.now))
+    backward(toy, [base + k for k in (4, 3, 2, 1)], at + 50)
+    toy.let_go(base)
+
+
+def test_steps_go_from_observed_to_planned_and_end_with_nothing_left():
+    toy = Toy(310, RECOMPUTE)
+    step(toy, 0, 0)
+    step(toy, 10, 1000)
+    assert toy.engine.totals.modes == {"observe": 1, "planned": 1}
+    assert toy.engine.totals.steps == 2
+    assert [s.mode for s in toy.engine.finished_steps] == [Mode.OBSERVE, Mode.PLANNED]
+    assert toy.engine.totals.unevicted_peak_bytes == 400
+    assert toy.engine.totals.peak_bytes <= 310
+    assert toy.engine.ledger.handles == 0
+    assert toy.engine.ledger.resident_bytes == 0
+    assert toy.mine == set()
+
+
+def test_a_planned_copy_back_starts_where_the_plan_says():
+    """The link is fast (1 TB/s). What the plan swaps leaves as soon as it is saved, and nobody waits for it."""
+    toy = Toy(310, SWAP, Link(1e12, 1e12))
+    step(toy, 0, 0)
+    toy.source(10, 10)
+    said = []
+    for k in range(1, 5):
+        toy.op(10 + k, 100, [9 + k])
+        if k > 1:
+            toy.let_go(9 + k)
+        said.append(toy._do(toy.engine.saved(10 + k, k, 1000 + 10 * k)))
+    plan = toy.engine.learner.plan
+    assert plan is not None
+    for k, action in enumerate(plan.actions):
+        assert (SwapOut(11 + k, wait=False) in said[k]) is (action is Action.SWAP)
+    for record in list(toy.leaving):
+        toy.copy_ends(record)
+    toy.let_go(14)
+    for position, record in enumerate((14, 13, 12, 11)):
+        started = [i.record for i in toy.need(record, 1050 + 10 * position) if isinstance(i, SwapIn)]
+        assert started == [11 + order for order in plan.prefetch.get(position, ())]
+        toy.unsave(record)
+
+
+def test_a_step_that_fits_is_idle_afterwards():
+    toy = Toy(10_000)
+    step(toy, 0, 0)
+    assert not toy.engine.wants_recorder
+    step(toy, 10, 1000)
+    assert toy.engine.totals.modes == {"observe": 1, "idle": 1}
+
+
+def test_stalls_are_taken_out_of_the_times():
+    toy = Toy(10_000)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.save(1, 10)
+    toy.engine.lost(500)
+    toy.op(2, 100, [1])
+    toy.save(2, 530)
+    assert toy.engine.learner.log.save_ns == [0, 20]
+
+
+def test_recording_that_began_in_the_middle_teaches_nothing():
+    toy = Toy(250, RECOMPUTE)
+    toy.engine.recording(False)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.save(1, 10)
+    toy.engine.recording(True)
+    assert not toy.engine.learner.recorded
+
+
+def test_the_link_queue_learns_of_every_copy():
+    toy = Toy(250, SWAP)
+    forward(toy, 3)
+    # 1 asked for at 20, 2 at 30: 20 + 100, then 100 more
+    assert toy.engine.queue.out_free_ns == 20 + 100 + 100
+    assert toy.engine.queue.link is LINK

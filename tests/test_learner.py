@@ -1,0 +1,276 @@
+"""Which step this is, how it is run, and what is learned from it. Units: bytes, ns."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from builders import an_op
+
+from delta.learner import AIM, REFINEMENTS, TIGHTENINGS, Learner, refine
+from delta.planner import Plan, StepGraph
+from delta.types import Action, Kind, Mode
+
+OBSERVE, IDLE, PLANNED = Mode.OBSERVE, Mode.IDLE, Mode.PLANNED
+LIMIT = 60
+UNEVICTED = 100  # over the limit: something has to go
+
+
+@dataclass
+class Planner:
+    """Evicts everything; notes what it was asked."""
+
+    action: Action = Action.SWAP
+    asked: list[tuple[StepGraph, int, dict]] = field(default_factory=list)
+
+    def __call__(self, graph, limit_bytes, forced):
+        self.asked.append((graph, limit_bytes, forced))
+        count = len(graph.saved)
+        return plan_of([self.action] * count)
+
+
+def plan_of(actions) -> Plan:
+    count = len(actions)
+    values = dict.fromkeys(Plan.__dataclass_fields__, (0,) * count)
+    scalars = {"peak_bytes": 0, "replay_ns": 0, "swap_bytes": 0}
+    return Plan(**values | scalars | {"actions": tuple(actions), "prefetch": {}, "next_needs": ((),) * count})
+
+
+@pytest.fixture
+def planner():
+    return Planner()
+
+
+@pytest.fixture
+def learner(planner):
+    return Learner(0, planner)
+
+
+def step(learner, signatures, *, peak=LIMIT, unevicted=UNEVICTED, limit=LIMIT, recorded=True, cost_ns=5, forced=()):
+    """One step that saves a tensor per signature and needs them in reverse; returns the mode after each pack."""
+    fits = limit is None or unevicted <= limit
+    learner.recorded = recorded
+    modes = []
+    for i, signature in enumerate(signatures):
+        learner.packed(signature, 1000 + 10 * i)
+        if recorded:
+            op = an_op(i, [], [i], cost_ns=cost_ns, name=f"aten.op{signature}")
+            learner.op(op, {i: 10}, {i: Kind.ACTIVATION})
+        learner.saved(i, 10, Kind.ACTIVATION, 1000 + 10 * i)
+        modes.append(learner.mode)
+    for i in reversed(range(len(signatures))):
+        learner.needed(i, 2000 - 10 * i)
+        learner.released(i)
+    learner.end(3000, peak, unevicted, lambda known: limit, not fits, dict(forced))
+    return modes
+
+
+# -- from one step to the next ----------------------------------------------------------------------------------------
+def test_an_observed_step_is_planned_the_next_time(learner, planner):
+    assert step(learner, "abc") == [OBSERVE] * 3
+    assert step(learner, "abc") == [PLANNED] * 3
+    graph, limit, _ = planner.asked[0]
+    assert limit == int(LIMIT * AIM)
+    assert graph.saved == (0, 1, 2)
+    assert graph.needs == (2, 1, 0)
+
+
+def test_the_plan_is_at_hand_in_a_planned_step_only(learner):
+    step(learner, "abc")
+    assert learner.plan is None
+    learner.packed("a", 0)
+    assert learner.plan is not None
+    learner.packed("x", 1)
+    assert learner.plan is None
+
+
+def test_times_count_from_the_first_save(learner, planner):
+    step(learner, "abc")
+    graph = planner.asked[0][0]
+    assert graph.save_ns == (0, 10, 20)
+    assert graph.need_ns == (980, 990, 1000)
+    assert graph.end_ns == 2000
+
+
+def test_the_forced_actions_reach_the_planner(learner, planner):
+    step(learner, "abc", forced={1: Action.KEEP})
+    assert planner.asked[0][2] == {1: Action.KEEP}
+
+
+@pytest.mark.parametrize(("unevicted", "limit"), [(50, LIMIT), (LIMIT, LIMIT), (UNEVICTED, None)])
+def test_a_step_that_fits_is_idle_the_next_time(learner, planner, unevicted, limit):
+    assert step(learner, "abc", unevicted=unevicted, limit=limit) == [OBSERVE] * 3
+    assert step(learner, "abc", unevicted=unevicted, limit=limit) == [IDLE] * 3
+    assert planner.asked == []
+    assert learner.plan is None
+
+
+def test_a_step_that_fits_is_learned_unrecorded(learner):
+    step(learner, "abc", unevicted=50, recorded=False)
+    assert step(learner, "abc", unevicted=50, recorded=False) == [IDLE] * 3
+
+
+def test_a_step_that_does_not_fit_and_was_not_recorded_teaches_nothing(learner, planner):
+    step(learner, "abc", recorded=False)
+    assert step(learner, "abc") == [OBSERVE] * 3
+    assert len(planner.asked) == 1
+
+
+def test_a_step_without_backward_teaches_nothing(learner):
+    for i, signature in enumerate("abc"):
+        learner.packed(signature, i)
+        learner.saved(i, 10, Kind.ACTIVATION, i)
+        learner.released(i)
+    learner.end(10, LIMIT, UNEVICTED, lambda known: LIMIT, True, {})
+    assert learner.profiles == []
+    assert not learner.in_step
+
+
+def test_without_a_planner_every_step_is_observed():
+    learner = Learner(0, None)
+    for _ in range(3):
+        assert step(learner, "abc") == [OBSERVE] * 3
+
+
+# -- other steps ------------------------------------------------------------------------------------------------------
+def test_another_step_falls_back_and_is_learned(learner):
+    step(learner, "abc")
+    assert step(learner, "xyz") == [OBSERVE] * 3
+    assert step(learner, "xyz") == [PLANNED] * 3
+    assert step(learner, "abc") == [PLANNED] * 3, "the first is not forgotten"
+
+
+def test_a_step_that_leaves_its_profile_falls_back_there(learner):
+    step(learner, "abc")
+    assert step(learner, "abz") == [PLANNED, PLANNED, OBSERVE]
+    assert step(learner, "abz") == [PLANNED] * 3
+
+
+def test_a_longer_step_falls_back_where_the_known_one_ended(learner):
+    step(learner, "abc")
+    assert step(learner, "abcd") == [PLANNED] * 3 + [OBSERVE]
+    assert step(learner, "abcd") == [PLANNED] * 4
+
+
+def test_a_shorter_step_is_learned_as_one_of_its_own(learner):
+    step(learner, "abc")
+    assert step(learner, "ab") == [PLANNED] * 2
+    assert [len(profile.signatures) for profile in learner.profiles] == [2, 3]
+
+
+def test_a_save_that_differs_switches_to_the_profile_with_the_same_beginning(learner, planner):
+    step(learner, "abc")
+    step(learner, "abz")
+    learner.packed("a", 0)
+    assert learner.current.signatures == tuple("abz"), "the one used last is followed first"
+    learner.packed("b", 1)
+    learner.packed("c", 2)
+    assert learner.current.signatures == tuple("abc")
+    assert learner.mode is PLANNED
+
+
+def test_switching_may_lead_from_idle_to_planned(learner):
+    step(learner, "abc")
+    step(learner, "abz", unevicted=50)
+    assert step(learner, "abc") == [IDLE, IDLE, PLANNED]
+
+
+def test_the_profile_used_last_is_tried_first(learner):
+    step(learner, "abc")
+    step(learner, "abz")
+    step(learner, "abc")
+    learner.packed("a", 0)
+    assert learner.current.signatures == tuple("abc")
+
+
+def test_the_known_peak_is_that_of_the_step_under_way(learner):
+    step(learner, "abc", unevicted=100)
+    assert learner.known_peak_bytes == 0
+    learner.packed("a", 0)
+    assert learner.known_peak_bytes == 100
+
+
+# -- surprises --------------------------------------------------------------------------------------------------------
+def test_a_surprise_turns_an_idle_step_into_an_observed_one(learner):
+    step(learner, "abc", unevicted=50)
+    learner.packed("a", 0)
+    assert learner.mode is IDLE
+    learner.surprise()
+    assert learner.mode is OBSERVE
+    assert not learner.profiles[0].idle
+
+
+def test_a_surprise_leaves_a_planned_step_to_its_plan(learner):
+    step(learner, "abc")
+    learner.packed("a", 0)
+    learner.surprise()
+    assert learner.mode is PLANNED
+
+
+# -- the recorder -----------------------------------------------------------------------------------------------------
+def test_the_recorder_is_wanted_until_a_step_is_known(learner):
+    assert learner.wants_recorder
+    step(learner, "abc", unevicted=50)
+    assert not learner.wants_recorder
+
+
+def test_a_plan_that_swaps_is_refined_and_then_runs_without_the_recorder(learner):
+    step(learner, "abc")
+    for _ in range(REFINEMENTS):
+        assert learner.wants_recorder
+        step(learner, "abc")
+    assert not learner.wants_recorder
+
+
+def test_a_plan_that_recomputes_always_needs_the_recorder(learner, planner):
+    planner.action = Action.RECOMPUTE
+    for _ in range(REFINEMENTS + 3):
+        step(learner, "abc")
+        assert learner.wants_recorder
+
+
+# -- better plans -----------------------------------------------------------------------------------------------------
+def test_op_times_are_the_least_seen(learner, planner):
+    step(learner, "abc", cost_ns=50)
+    step(learner, "abc", cost_ns=5)
+    step(learner, "abc", cost_ns=20)
+    costs = [{op.cost_ns for op in graph.ops} for graph, _, _ in planner.asked]
+    assert costs == [{50}, {5}, {5}]
+
+
+def test_a_profile_is_refined_so_often_and_no_more(learner, planner):
+    for _ in range(REFINEMENTS + 4):
+        step(learner, "abc")
+    assert len(planner.asked) == 1 + REFINEMENTS
+
+
+def test_only_recorded_steps_refine(learner, planner):
+    step(learner, "abc")
+    step(learner, "abc", recorded=False)
+    assert len(planner.asked) == 1
+
+
+def test_a_peak_over_the_limit_tightens_the_plan(learner, planner):
+    step(learner, "abc")
+    step(learner, "abc", peak=63, recorded=False)
+    step(learner, "abc", peak=LIMIT, recorded=False)
+    limits = [limit for _, limit, _ in planner.asked]
+    assert len(limits) == 2
+    assert limits[1] < limits[0]
+
+
+def test_tightening_ends(learner, planner):
+    step(learner, "abc")
+    for _ in range(TIGHTENINGS + 4):
+        step(learner, "abc", peak=10 * LIMIT, recorded=False)
+    assert len(planner.asked) == 1 + TIGHTENINGS
+    assert min(limit for _, limit, _ in planner.asked) >= int(0.9 * LIMIT), "never so tight that training crawls"
+
+
+def test_refine_keeps_the_newer_step_with_the_least_costs(learner, planner):
+    step(learner, "abc", cost_ns=5)
+    old = planner.asked[0][0]
+    newer = replace(old, ops=tuple(replace(op, cost_ns=4 + op.id) for op in old.ops), end_ns=77)
+    found = refine(old, newer)
+    assert [op.cost_ns for op in found.ops] == [4, 5, 5], "of 4, 5, 6 and 5, 5, 5"
+    assert found.end_ns == 77
+    other = replace(newer, ops=newer.ops[:2])
+    assert refine(old, other) is other
