@@ -116,6 +116,11 @@ class Engine:
         records = [self.ledger[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
 
+    def op_timed(self, op: int, cost_ns: int) -> None:
+        """How long an op took, where the device tells it only later."""
+        self.ledger.time_op(op, cost_ns)
+        self.learner.time_op(op, cost_ns)
+
     def saved(self, record: int, signature: int, now_ns: int) -> list[Instruction]:
         """Autograd saved a tensor on `record`. The record is alive."""
         rec = self.ledger[record]
@@ -181,7 +186,8 @@ class Engine:
         return out
 
     def version_ended(self, old: int) -> list[Instruction]:
-        """The op that overwrote `old` has been recorded, if it is to be: without a reader the old version is forgotten."""
+        """The op that overwrote `old` has been recorded, if it is to be: without a reader the old version is
+        forgotten."""
         return self._bury([old])
 
     def storage_gone(self, record: int) -> list[Instruction]:

@@ -8,6 +8,7 @@ least over the recorded steps: a first run pays page faults and cold caches that
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -119,6 +120,13 @@ class Learner:
         self.log.nbytes.update(nbytes)
         self.log.kinds.update(kinds)
 
+    def time_op(self, op: int, cost_ns: int) -> None:
+        """The device has told how long an op took, after the fact."""
+        ops = self.log.ops
+        position = bisect_left(ops, op, key=lambda known: known.id)
+        if position < len(ops) and ops[position].id == op:
+            ops[position] = replace(ops[position], cost_ns=cost_ns)
+
     def saved(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
         """First save of a record in this step."""
         log = self.log
@@ -141,8 +149,8 @@ class Learner:
 
     # -- its end --------------------------------------------------------------------------------------------------
     def end(
-        self, now_ns: int, peak_bytes: int, unevicted_peak_bytes: int, limit: Callable[[int], int | None], evicted: bool,
-        forced: Mapping[int, Action],
+        self, now_ns: int, peak_bytes: int, unevicted_peak_bytes: int, limit: Callable[[int], int | None], evicted:
+        bool, forced: Mapping[int, Action],
     ) -> None:
         """The last handle died. Learns from the step and plans the next one like it."""
         log, profile = self.log, self._profile_of_step()
@@ -197,8 +205,8 @@ class Learner:
 
 
 def refine(old: StepGraph, new: StepGraph) -> StepGraph:
-    """The newer step with, for each op, the least cost seen and, for each storage, the longest stay; the newer step alone if
-    the ops differ."""
+    """The newer step with, for each op, the least cost seen and, for each storage, the longest stay; the newer step
+    alone if the ops differ."""
     if [op.name for op in old.ops] != [op.name for op in new.ops]:
         return new
     ops = tuple(

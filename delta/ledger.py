@@ -11,7 +11,7 @@ The ledger counts, it does not decide: `engine.py` decides. It knows nothing of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from delta.types import Kind, OpInfo
@@ -98,6 +98,11 @@ class Ledger:
             self.records[source].users.add(op.id)
         self.ops[op.id] = op
         self._outputs_left[op.id] = len(op.outputs)
+
+    def time_op(self, op: int, cost_ns: int) -> None:
+        """The device has told how long an op took, after the fact."""
+        if op in self.ops:
+            self.ops[op] = replace(self.ops[op], cost_ns=cost_ns)
 
     # -- handles --------------------------------------------------------------------------------------------------
     def save(self, record: int, order: int) -> bool:

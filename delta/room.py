@@ -47,8 +47,8 @@ class Room:
         self.evicted = False
 
     def make_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
-        """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all told;
-        copies out that are late by then are waited for as if nothing else would go."""
+        """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all
+        told; copies out that are late by then are waited for as if nothing else would go."""
         if order + 1 >= len(plan.saved_bytes):
             return self.make(0, now_ns)
         limit = self.limit_bytes
@@ -191,7 +191,8 @@ class Room:
         text = (
             f"the budget of {format_bytes(limit)} for saved activations cannot be held: "
             f"{format_bytes(limit + over_bytes)} have to be resident at once, made up of {parts}. "
-            "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, filter.min_bytes)."
+            "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, "
+            "filter.min_bytes)."
         )
         if self._policy.budget.strict:
             raise BudgetError(text)

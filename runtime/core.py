@@ -1,9 +1,9 @@
 """Carries out what the engine decides, on real storages.
 
-`Core` owns the engine, the device, one `Slot` per record and the lock that serialises events. Hooks, recorder, daemon and
-weak-reference callbacks may come in from any thread: calls that may be interrupted anywhere (a storage or a handle dies)
-only leave a note in the inbox, which is emptied at the next safe point. A session's handles keep the core alive, so
-backward works after the block has ended.
+`Core` owns the engine, the device, one `Slot` per record and the lock that serialises events. Hooks, recorder, daemon
+and weak-reference callbacks may come in from any thread: calls that may be interrupted anywhere (a storage or a
+handle dies) only leave a note in the inbox, which is emptied at the next safe point. A session's handles keep the
+core alive, so backward works after the block has ended.
 
 It decides nothing: what to evict, when and how is the engine's.
 """
@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,7 @@ class Core:
         self.closing = False
         self._ids = itertools.count()
         self._records: dict[int, int] = {}  # storage identity -> record
+        self._untimed: deque[tuple[int, Any]] = deque()
         self._inbox: deque[tuple[Literal["gone", "unsaved"], int]] = deque()
         self._lock = threading.RLock()
         self._depth = 0
@@ -133,6 +135,7 @@ class Core:
                 if what == "gone":
                     self.run(self.engine.storage_gone(record))
                 else:
+                    self._time_ops(wait=self.engine.ledger.handles == 1)  # the step is about to be learned from
                     self.run(self.engine.unsaved(record, time.perf_counter_ns()))
                     self._step_ended()
         finally:
@@ -169,10 +172,24 @@ class Core:
         self.engine.created(record, storage.nbytes(), kind, time.perf_counter_ns())
         return record
 
-    def recorded(self, op: OpInfo, recipe: Recipe | None) -> None:
+    def recorded(self, op: OpInfo, recipe: Recipe | None, token: Any) -> None:
+        """An op ran; `token` of the device's clock says how long, perhaps only later."""
         for record in op.outputs:
             self.slots[record].recipe = recipe
-        self.engine.op_ran(op, self.module)
+        cost_ns = self.clock.elapsed_ns(token)
+        self.engine.op_ran(replace(op, cost_ns=cost_ns or 0), self.module)
+        if cost_ns is None:
+            self._untimed.append((op.id, token))
+
+    def _time_ops(self, wait: bool) -> None:
+        """Tell the engine the times the device has by now; with `wait`, all that are missing."""
+        while self._untimed:
+            op, token = self._untimed[0]
+            cost_ns = self.clock.wait_ns(token) if wait else self.clock.elapsed_ns(token)
+            if cost_ns is None:
+                return
+            self._untimed.popleft()
+            self.engine.op_timed(op, cost_ns)
 
     def track(self, storage: torch.UntypedStorage, record: int) -> StorageRef:
         ref = StorageRef(storage, self._storage_died)
@@ -259,6 +276,7 @@ class Core:
         if not self.engine.learner.in_step:
             self._step_began_ns = time.perf_counter_ns()
         self._measure()
+        self._time_ops(wait=False)
         self._note_loose()
         if self.engine.ledger[record].saved_at < 0:
             self._attached.append(record)

@@ -1,9 +1,10 @@
 """What autograd gets in place of a saved tensor.
 
-`pack` gives back a `Handle`, which knows the record and how the tensor looks at it; a `Watched`, which is the tensor itself
-in a step that fits; or a `Passed`, the tensor itself where Delta leaves it alone. With hooks installed autograd no longer checks for changes in place; all keep the
-version the tensor was saved at and raise autograd's own complaint (rule 3). A handle keeps the tensor's version counter
-without its bytes: an alias whose data is replaced by nothing still shares the counter.
+`pack` gives back a `Handle`, which knows the record and how the tensor looks at it; a `Watched`, which is the tensor
+itself in a step that fits; or a `Passed`, the tensor itself where Delta leaves it alone. With hooks installed
+autograd no longer checks for changes in place; all keep the version the tensor was saved at and raise autograd's own
+complaint (rule 3). A handle keeps the tensor's version counter without its bytes: an alias whose data is replaced by
+nothing still shares the counter.
 """
 
 from __future__ import annotations

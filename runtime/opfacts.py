@@ -1,7 +1,7 @@
 """What is known of an aten op beyond its name: whether it may be run again, and what it writes.
 
-Decided once per overload, from the schema and tags, with lists only where PyTorch's own marks are missing (rules 4 and 6
-of the design, section 6):
+Decided once per overload, from the schema and tags, with lists only where PyTorch's own marks are missing (rules 4
+and 6 of the design, section 6):
 
 - the batch-norm family updates running statistics that its schema does not mark as written;
 - `rrelu_with_noise` writes its noise argument;
@@ -19,14 +19,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-# Statistics arguments of the batch-norm family: written in training although the schema does not say so.
-_STATISTICS = {
-    "aten.native_batch_norm": (3, 4),
-    "aten._native_batch_norm_legit": (3, 4),
-    "aten._batch_norm_with_update": (3, 4),
-    "aten.cudnn_batch_norm": (3, 4),
-    "aten.miopen_batch_norm": (3, 4),
-}
+# The batch-norm family: `running_mean` and `running_var` are written although most schemas do not say so.
+_UPDATES_STATISTICS = {
+    "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm",
+    "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+}  # fmt: skip
 _DATA_DEPENDENT = {
     "topk", "sort", "argsort", "msort", "kthvalue", "mode", "median", "nanmedian", "multinomial", "nonzero",
     "unique_dim", "_unique", "_unique2", "unique_consecutive", "unique_dim_consecutive",
@@ -42,7 +39,10 @@ _ATOMIC_ON_CUDA = {
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """`mutates`: positions (or names, for keyword arguments) of arguments that are written."""
+    """`mutates`: positions (or names, for keyword arguments) of arguments that are written.
+
+    `statistics`: positions of running statistics, written where the argument at `training` says so (None: always).
+    """
 
     name: str
     replayable: bool
@@ -50,6 +50,7 @@ class OpFacts:
     seeded: bool
     mutates: tuple[int | str, ...]
     statistics: tuple[int, ...]
+    training: int | None
     view: bool  # its results share an input's storage and nothing is written
 
     @property
@@ -58,7 +59,7 @@ class OpFacts:
 
     def statistics_written(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of the running statistics this call updates: none when the op runs in evaluation mode."""
-        if not self.statistics or (self.name != "aten._batch_norm_with_update" and not args[5]):
+        if self.training is not None and not args[self.training]:
             return ()
         return tuple(position for position in self.statistics if args[position] is not None)
 
@@ -72,6 +73,10 @@ def facts_of(func: OpOverload) -> OpFacts:
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             mutates.append(argument.name if argument.kwarg_only else position)
+    names = [argument.name for argument in schema.arguments]
+    statistics: tuple[int, ...] = ()
+    if func.namespace == "aten" and short in _UPDATES_STATISTICS:
+        statistics = tuple(names.index(name) for name in ("running_mean", "running_var") if name in names)
     aliases = [result.alias_info for result in schema.returns]
     tags = set(func.tags)
     may = (
@@ -81,13 +86,13 @@ def facts_of(func: OpOverload) -> OpFacts:
         and torch.Tag.dynamic_output_shape not in tags
         and torch.Tag.data_dependent_output not in tags
     )
-    name = f"{func.namespace}.{short}"
     return OpFacts(
-        name=name,
+        name=f"{func.namespace}.{short}",
         replayable=may,
         replayable_on_cuda=may and short not in _ATOMIC_ON_CUDA,
         seeded=torch.Tag.nondeterministic_seeded in tags,
         mutates=tuple(mutates),
-        statistics=_STATISTICS.get(name, ()),
+        statistics=statistics,
+        training=names.index("training") if statistics and "training" in names else None,
         view=bool(aliases) and not mutates and all(alias is not None and not alias.is_write for alias in aliases),
     )

@@ -1,7 +1,7 @@
 """Which storages belong to parameters and buffers: never counted, never evicted.
 
-Autograd saves `weight.t()`, a plain tensor, for a linear layer, so parameters are recognised by storage (rule 2). Without
-a model at hand, every `nn.Module` the garbage collector knows is asked for its parameters and buffers.
+Autograd saves `weight.t()`, a plain tensor, for a linear layer, so parameters are recognised by storage (rule 2).
+Without a model at hand, every `nn.Module` the garbage collector knows is asked for its parameters and buffers.
 """
 
 from __future__ import annotations
@@ -60,4 +60,5 @@ class Persistent:
 
 
 def _all_modules() -> list[nn.Module]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_parameters" in thing.__dict__]
+    things = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    return [module for module in things if "_parameters" in module.__dict__]

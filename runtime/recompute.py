@@ -1,9 +1,9 @@
 """Recipes: how to run a recorded op again, and the run itself.
 
-A recipe holds the op with its plain arguments and, in place of tensors, references to records; it keeps no tensor alive.
-Replay happens below autograd and autocast (the recorded op is what ran below them the first time), with the random
-generator set to its recorded state and put back afterwards, with scratch space for batch-norm statistics and copies of
-the inputs the op overwrites. What comes out is compared with what was recorded before anybody may use it.
+A recipe holds the op with its plain arguments and, in place of tensors, references to records; it keeps no tensor
+alive. Replay happens below autograd and autocast (the recorded op is what ran below them the first time), with the
+random generator set to its recorded state and put back afterwards, with scratch space for batch-norm statistics and
+copies of the inputs the op overwrites. What comes out is compared with what was recorded before anybody may use it.
 
 Guarantee: a replay changes nothing but its results. Not covered: choosing what to replay (`delta.engine`).
 """

@@ -1,13 +1,14 @@
 """The dispatch mode that writes down how every storage was made.
 
-It sits below autograd and autocast and sees the aten ops that really run. For each op in forward it notes the records it
-read, those it made, its own time, and, for seeded ops, the state of the generator. Aliasing is decided by storage
-identity after the call, not by the schema alone (`_unsafe_view` shares unmarked; rule 4). In backward, and where gradients
-are off, ops are not recorded; only writes into known storages are noticed there, because they end a version.
+It sits below autograd and autocast and sees the aten ops that really run. For each op in forward it notes the records
+it read, those it made, its own time, and, for seeded ops, the state of the generator. Aliasing is decided by storage
+identity after the call, not by the schema alone (`_unsafe_view` shares unmarked; rule 4). In backward, and where
+gradients are off, ops are not recorded; only writes into known storages are noticed there, because they end a version.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +79,10 @@ class Recorder(TorchDispatchMode):
             inputs = self._inputs(call.tensors)
             preserved = core.before_overwrite(written)
             generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
-            mark = core.clock.start()
+            began_ns, mark = time.perf_counter_ns(), core.clock.start()
             result = core.rescued(func, args, kwargs)
-            cost_ns = core.clock.elapsed_ns(core.clock.stop(mark)) or 0
-            core.own_time(cost_ns)
+            token = core.clock.stop(mark)
+            core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)
             new_versions = core.overwritten(written, preserved)
             products = self._products(results, call.tensors, new_versions)
@@ -89,7 +90,7 @@ class Recorder(TorchDispatchMode):
                 recipe = None
                 if inputs is not None and self._replayable(facts, results, generator):
                     recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state)
-                core.recorded(self._op(facts, recipe, products, new_versions, cost_ns), recipe)
+                core.recorded(self._op(facts, recipe, products, new_versions), recipe, token)
             core.versions_ended(new_versions)
         return result
 
@@ -99,15 +100,14 @@ class Recorder(TorchDispatchMode):
         recipe: Recipe | None,
         products: Sequence[Product],
         new_versions: dict[int, int],
-        cost_ns: int,
     ) -> OpInfo:
         """The engine's side of a record: an op without a recipe reads nothing, so it keeps nothing alive."""
         made = tuple(product.record for product in products)
         if recipe is None:
-            return OpInfo(self._core.next_id(), facts.name, (), made, cost_ns, False)
+            return OpInfo(self._core.next_id(), facts.name, (), made, 0, False)
         read = tuple(dict.fromkeys(entry.record for entry in recipe.inputs))
         overwrites = tuple(record for record in new_versions if record in read)  # statistics are written but not read
-        return OpInfo(self._core.next_id(), facts.name, read, made, cost_ns, True, overwrites)
+        return OpInfo(self._core.next_id(), facts.name, read, made, 0, True, overwrites)
 
     def _inputs(self, tensors: Sequence[Tensor]) -> tuple[Input, ...] | None:
         """The op's inputs as records, or None where one of them cannot be had again."""

@@ -43,11 +43,11 @@ class evict(ContextDecorator):
     """Keep the saved activations of everything trained inside the block under a budget.
 
     ``budget``: device bytes the process may use in all (``8_000_000_000``, ``"8GiB"``, ``"60%"`` of the device).
-    ``activations``: bytes of saved activations that may be resident (``"2GiB"``, or ``"40%"`` of what the step would hold if
-    nothing were evicted). Give one of them, or neither to watch and report only. ``policy``: a shipped name, a path to a
-    YAML file, or a `delta.Policy`. ``model``: optional; names modules in rules and reports. ``timeline``: a file for the
-    events of the run. ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the first CUDA device,
-    else the CPU.
+    ``activations``: bytes of saved activations that may be resident (``"2GiB"``, or ``"40%"`` of what the step would
+    hold if nothing were evicted). Give one of them, or neither to watch and report only. ``policy``: a shipped name, a
+    path to a YAML file, or a `delta.Policy`. ``model``: optional; names modules in rules. ``timeline``: a file for the
+    events of the run. ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the first CUDA
+    device, else the CPU.
 
     Usable as a decorator and one block after the other, not nested. A backward after the block has ended still works.
 
@@ -67,8 +67,8 @@ class evict(ContextDecorator):
     ) -> None:
         if budget is not None and activations is not None:
             raise BudgetError(
-                f"budget={budget!r} and activations={activations!r} were both given; give one: budget= for all device bytes "
-                "of the process, activations= for the bytes of saved activations"
+                f"budget={budget!r} and activations={activations!r} were both given; give one: budget= for all device "
+                "bytes of the process, activations= for the bytes of saved activations"
             )
         self.policy = policy if isinstance(policy, Policy) else load(policy)
         self._budget = None if budget is None else parse_size(budget, what="budget")
@@ -230,8 +230,8 @@ def _claim(session: evict) -> None:
     with _open_lock:
         if _open_session is not None and _open_session() is not None:
             raise NestedSessionError(
-                "delta.evict was entered inside another delta.evict block; one at a time: leave the outer block first, or "
-                "use one block around both"
+                "delta.evict was entered inside another delta.evict block; one at a time: leave the outer block first, "
+                "or use one block around both"
             )
         _open_session = weakref.ref(session)
 

@@ -1,8 +1,8 @@
 """Copies of whole storages to the host tier and back, as the engine asks for them.
 
 A copy out that fails leaves the device copy as the value; a copy back that fails is asked for once more before training
-has to stop with a SwapError. The device copy goes only after the host copy is whole (promise P4): letting go of it is an
-instruction the engine gives when it has been told.
+has to stop with a SwapError. The device copy goes only after the host copy is whole (promise P4): letting go of it is
+an instruction the engine gives when it has been told.
 """
 
 from __future__ import annotations

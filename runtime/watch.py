@@ -1,8 +1,8 @@
 """Idle mode: a step that fits is only watched, so that it costs next to nothing (promise P2).
 
-Saved tensors are kept as they are; all that is noted is how many bytes of unique storages they make. When that goes over
-the limit (a larger batch than any before), every tensor watched so far is handed over to the core, which goes on as if it
-had looked after them from the start.
+Saved tensors are kept as they are; all that is noted is how many bytes of unique storages they make. When that goes
+over the limit (a larger batch than any before), every tensor watched so far is handed over to the core, which goes on
+as if it had looked after them from the start.
 """
 
 from __future__ import annotations

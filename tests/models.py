@@ -91,9 +91,11 @@ class Numbers:
 
     def differences(self, other: Numbers) -> list[str]:
         """What is not equal bit for bit, in words; empty where all is."""
-        found = [f"loss of step {i}" for i, pair in enumerate(zip(self.losses, other.losses, strict=True)) if not _same(*pair)]
+        losses = enumerate(zip(self.losses, other.losses, strict=True))
+        found = [f"loss of step {step}" for step, pair in losses if not _same(*pair)]
         for step, (mine, theirs) in enumerate(zip(self.gradients, other.gradients, strict=True)):
-            found += [f"gradient {i} of step {step}" for i, pair in enumerate(zip(mine, theirs, strict=True)) if not _same(*pair)]
+            pairs = enumerate(zip(mine, theirs, strict=True))
+            found += [f"gradient {index} of step {step}" for index, pair in pairs if not _same(*pair)]
         found += [name for name, value in self.state.items() if not _same(value, other.state[name])]
         return found if _same(self.random, other.random) else [*found, "random state"]
 

@@ -16,8 +16,8 @@ from itertools import accumulate
 from delta.planner.steplog import StepGraph
 from delta.types import Action, Link
 
-# A copy back starts this many times its own length before the value is used: a late one stalls compute, an early one only
-# takes room a little longer.
+# A copy back starts this many times its own length before the value is used: a late one stalls compute, an early one
+# only takes room a little longer.
 EARLY = 2.0
 
 
@@ -25,8 +25,8 @@ EARLY = 2.0
 class Forecast:
     """What is resident, and when.
 
-    `forward_bytes[k]` is resident when the k-th storage has just been saved, `resident_bytes[p]` the most while need p is
-    served; `back_at[v]` is the position where v is back.
+    `forward_bytes[k]` is resident when the k-th storage has just been saved, `resident_bytes[p]` the most while need
+    p is served; `back_at[v]` is the position where v is back.
     """
 
     forward_bytes: tuple[int, ...]
@@ -36,6 +36,11 @@ class Forecast:
     replay_ns: int
     stall_ns: int
     swap_bytes: int
+
+    @property
+    def cost_ns(self) -> int:
+        """What the step is longer by."""
+        return self.replay_ns + self.stall_ns
 
     @property
     def peak_bytes(self) -> int:

@@ -200,7 +200,7 @@ class _Greedy:
             before = self.actions[v]
             self.actions[v] = Action.KEEP
             trial = forecast(graph, self.actions, self.link)
-            if trial.peak_bytes <= self.limit and trial.replay_ns + trial.stall_ns <= self.now.replay_ns + self.now.stall_ns:
+            if trial.peak_bytes <= self.limit and trial.cost_ns <= self.now.cost_ns:
                 self.now = trial
             else:
                 self.actions[v] = before

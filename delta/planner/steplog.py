@@ -4,8 +4,8 @@ A `StepLog` is written while the step runs: ops, saves, needs, and releases, eac
 happened (Delta's own stalls and replays taken out). `StepGraph` is the same step with storages numbered by the order of
 their first save, which is what stays the same from step to step.
 
-Positions: backward is the sequence of needs (unpacks); position p is the p-th need. `release[v] == p` says that the last
-handle on v died before need p.
+Positions: backward is the sequence of needs (unpacks); position p is the p-th need. `release[v] == p` says that the
+last handle on v died before need p.
 """
 
 from __future__ import annotations

@@ -91,6 +91,10 @@ class OpClock(Protocol):
         """Time between start and stop; None while the device has not got there yet."""
         ...
 
+    def wait_ns(self, token: Any) -> int:
+        """Time between start and stop, once the device has got there."""
+        ...
+
 
 @runtime_checkable
 class Device(Protocol):

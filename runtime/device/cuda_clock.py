@@ -39,6 +39,13 @@ class EventClock:
         token.start = token.end = None
         return token.duration_ns
 
+    def wait_ns(self, token: Span) -> int:
+        if token.end is not None:
+            token.end.synchronize()
+        elapsed_ns = self.elapsed_ns(token)
+        assert elapsed_ns is not None
+        return elapsed_ns
+
     def _recorded(self) -> Event:
         try:
             event = self._idle.pop()
