@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from delta.units import Bytes, Share
 
 
+RETURNED = 0.7  # share of the unused room of a device budget that the next step may use
+
+
 @dataclass(slots=True)
 class Budget:
     """`activations` and `device_bytes` exclude each other; with neither there is no limit.
@@ -23,6 +26,13 @@ class Budget:
     device_bytes: int | None = None
     reserve_bytes: int = 0
     other_bytes: int = 0  # device bytes in use that are not counted activations, the most seen lately
+
+    def step_used(self, used_bytes: int) -> None:
+        """A step used at most this much of the device: what was taken for others and left unused is given back, most
+        of it at a time, since the peak between two looks is not seen."""
+        if self.device_bytes is not None and used_bytes:
+            spare_bytes = self.device_bytes - self.reserve_bytes - used_bytes
+            self.other_bytes = max(0, self.other_bytes - int(max(0, spare_bytes) * RETURNED))
 
     @property
     def unlimited(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from delta.budget import Budget
 from delta.config import Policy
 from delta.costs import LinkQueue
+from delta.errors import BudgetError
 from delta.learner import Learner
 from delta.ledger import Host, Ledger
 from delta.planner import Plan, StepGraph, plan_step
@@ -39,6 +40,9 @@ from delta.types import (
     SwapIn,
 )
 
+# A step is said to have missed its budget when its peak was over it by more than this.
+MISSED = 1.01
+
 
 class Engine:
     """Decides for one session. Not thread-safe: the runtime serialises its events."""
@@ -56,6 +60,7 @@ class Engine:
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._largest_bytes = 0
         self._lost_ns = 0
+        self._failed: BudgetError | None = None
         self._recording = False
 
     # -- facts about now ------------------------------------------------------------------------------------------
@@ -125,6 +130,7 @@ class Engine:
         """Autograd saved a tensor on `record`. The record is alive."""
         rec = self.ledger[record]
         if not self.learner.in_step:
+            self._raise_failed()
             self.ledger.restart_peaks()
             self.learner.recorded = self._recording
         self.learner.packed(signature, now_ns - self._lost_ns)
@@ -146,6 +152,12 @@ class Engine:
             out += self._room.follow(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
         return out + self._room.make(self._largest_bytes, now_ns)
+
+    def _raise_failed(self) -> None:
+        """With `strict: true`, a step that missed its budget without having been stopped stops the next one."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def loose(self, record: int) -> None:
         """Nobody but Delta holds the storage of a saved record any more: evicting it would free its bytes at once."""
@@ -310,7 +322,7 @@ class Engine:
         if host_full:
             self._room.host_full = True
         else:
-            self.totals.warn("a copy to the host failed; the tensor was kept on the device")
+            self.totals.warn("copy", "a copy to the host failed; the tensor was kept on the device")
         return self._settle(record)
 
     def copied_in(self, record: int) -> list[Instruction]:
@@ -382,6 +394,7 @@ class Engine:
     def _end_step(self, now_ns: int) -> list[Instruction]:
         ledger, mode = self.ledger, self.learner.mode
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
+        self._tell_shortage(summary.peak_bytes)
         self.learner.end(
             now_ns - self._lost_ns,
             summary.peak_bytes,
@@ -395,6 +408,17 @@ class Engine:
         self._recall.new_step()
         self._largest_bytes = 0
         return out
+
+    def _tell_shortage(self, peak_bytes: int) -> None:
+        """Warn, or get ready to raise, if the step that ended was over its limit by more than its rounding."""
+        shortage = self._room.shortage
+        limit = self.limit_bytes
+        if shortage is None or limit is None or peak_bytes <= MISSED * limit:
+            return
+        if self.policy.budget.strict:
+            self._failed = BudgetError(str(shortage))
+        else:
+            self.totals.warn("budget", str(shortage))
 
     def watched_step(self, peak_bytes: int) -> None:
         """A step ended that was only watched (mode idle): nothing was evicted, nothing is learned."""

@@ -17,6 +17,7 @@ from delta.types import Action, Kind, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
 TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
+ROOMIER = 1.05  # ... or when the limit has grown by this (a device budget follows what else is in use)
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
@@ -34,6 +35,8 @@ class Profile:
     idle: bool = False
     refined: int = 0
     tightened: int = 0
+    relaxed: int = 0
+    planned_for_bytes: int = 0  # the limit at the last planning
     squeeze: float = AIM  # plans aim at this share of the limit; less after a step whose peak was over it
 
 
@@ -185,6 +188,7 @@ class Learner:
         if limit_bytes is None or (fitted and profile.unevicted_peak_bytes <= limit_bytes):
             profile.idle = True
         elif self.make_plan is not None:
+            profile.planned_for_bytes = limit_bytes
             profile.plan = self.make_plan(profile.graph, int(limit_bytes * profile.squeeze), profile.forced)
 
     def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, fitted: bool) -> None:
@@ -199,6 +203,9 @@ class Learner:
         if peak_bytes > limit_bytes and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             profile.squeeze = max(0.9, profile.squeeze * limit_bytes / peak_bytes)
+            again = True
+        if limit_bytes > ROOMIER * profile.planned_for_bytes and profile.relaxed < TIGHTENINGS:
+            profile.relaxed += 1
             again = True
         if again:
             self._plan(profile, limit_bytes, fitted=False)

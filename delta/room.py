@@ -6,6 +6,8 @@ do. `Room` is the engine's part for everything that lowers what is resident; `re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from delta.budget import Budget
 from delta.config import Policy
 from delta.costs import Chains, LinkQueue
@@ -18,6 +20,27 @@ from delta.planner import Plan
 from delta.totals import Totals
 from delta.types import Action, AwaitOut, Drop, Hold, Instruction, Kind, SwapOut
 from delta.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A moment at which the limit could not be held, and what was resident then, in words."""
+
+    limit_bytes: int
+    needed_bytes: int
+    parts: str
+
+    @property
+    def over_bytes(self) -> int:
+        return self.needed_bytes - self.limit_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"the budget of {format_bytes(self.limit_bytes)} for saved activations cannot be held: "
+            f"{format_bytes(self.needed_bytes)} have to be resident at once, made up of {self.parts}. "
+            "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, "
+            "filter.min_bytes)."
+        )
 
 
 class Room:
@@ -34,6 +57,7 @@ class Room:
         self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
         self.host_full = False
         self.evicted = False  # something was evicted in this step
+        self.shortage: Shortage | None = None  # the worst of this step
 
     @property
     def limit_bytes(self) -> int | None:
@@ -45,6 +69,7 @@ class Room:
         self._chains.clear()
         self.makers.clear()
         self.evicted = False
+        self.shortage = None
 
     def make_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
         """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all
@@ -182,21 +207,18 @@ class Room:
         return self.carry_out(rec, action, now_ns, wait=False)
 
     def _short(self, over_bytes: int) -> None:
-        """Nothing more can go and it still does not fit."""
+        """Nothing more can go and it still does not fit. What the program itself still uses may go by itself soon, so
+        only the rest is an error at once; whether the budget was really missed is known when the step has ended."""
         limit = self.limit_bytes
         firm = not self._budget.is_share or self._learner.known_peak_bytes or self._learner.log.needs
         if limit is None or not firm:
             return
-        parts = self._floor_parts()
-        text = (
-            f"the budget of {format_bytes(limit)} for saved activations cannot be held: "
-            f"{format_bytes(limit + over_bytes)} have to be resident at once, made up of {parts}. "
-            "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, "
-            "filter.min_bytes)."
-        )
-        if self._policy.budget.strict:
-            raise BudgetError(text)
-        self._totals.warn(text)
+        floating_bytes = sum(rec.nbytes for rec in self._ledger.records.values() if rec.counted and not rec.held)
+        shortage = Shortage(limit, limit + over_bytes, self._floor_parts())
+        if self._policy.budget.strict and over_bytes > floating_bytes:
+            raise BudgetError(str(shortage))
+        if self.shortage is None or shortage.over_bytes > self.shortage.over_bytes:
+            self.shortage = shortage
 
     def _floor_parts(self) -> str:
         parts = {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}

@@ -20,10 +20,12 @@ class Totals:
     peak_bytes: int = 0
     unevicted_peak_bytes: int = 0
     warnings: list[str] = field(default_factory=list)
+    _warned: set[str] = field(default_factory=set)
 
-    def warn(self, text: str) -> None:
-        """Note a warning; one of a kind (told by how it begins) is enough."""
-        if all(known[:40] != text[:40] for known in self.warnings):
+    def warn(self, kind: str, text: str) -> None:
+        """Note a warning; one of a kind is enough."""
+        if kind not in self._warned:
+            self._warned.add(kind)
             self.warnings.append(text)
 
 

@@ -79,7 +79,7 @@ class Core:
         self._excluded_ns = 0
         self._attached: list[int] = []  # saved in this step and still used by the program when last looked at
         self._step_began_ns = 0
-        self._other_bytes = [0, 0]  # largest in the step before and in this one
+        self._step_used_bytes = 0
         self._warned = 0
 
     def next_id(self) -> int:
@@ -455,9 +455,11 @@ class Core:
             return
         used = self.device.used_bytes()
         self.peak_device_bytes = max(self.peak_device_bytes, used)
-        other = max(0, used - self.engine.ledger.resident_bytes)
-        self._other_bytes[1] = max(self._other_bytes[1], other)
-        budget.other_bytes = max(self._other_bytes)
+        if used > budget.device_bytes - budget.reserve_bytes:
+            self.device.trim()  # what the allocator merely keeps is neither an activation nor in use
+            used = self.device.used_bytes()
+            budget.other_bytes = max(budget.other_bytes, used - self.engine.ledger.resident_bytes)
+        self._step_used_bytes = max(self._step_used_bytes, used)
 
     def _step_ended(self) -> None:
         finished = self.engine.finished_steps
@@ -478,7 +480,8 @@ class Core:
             )
         finished.clear()
         self._attached.clear()
-        self._other_bytes = [self._other_bytes[1], 0]
+        self.engine.budget.step_used(self._step_used_bytes)
+        self._step_used_bytes = 0
         self.timeline.flush()
 
     def sample(self) -> None:

@@ -61,6 +61,8 @@ class Hooks:
             return Passed(tensor)
         if core.watching():
             watched = core.watch.pack(tensor)
+            if core.watch.count == 1:
+                core.at_pack()
             if core.watched_too_much():
                 self._take_over()
                 core.raise_warnings()

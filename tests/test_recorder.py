@@ -1,0 +1,411 @@
+"""What the recorder writes down of a program's ops, and that nobody notices it."""
+
+from collections import Counter
+
+import pytest
+import torch
+from builders import a_policy
+from models import CASES, train
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import delta
+from delta.budget import Budget
+from delta.engine import Engine
+from delta.runtime.core import Core
+from delta.runtime.device import make_device
+from delta.runtime.persistent import Persistent
+from delta.runtime.recorder import Recorder
+from delta.timeline import Timeline
+from delta.types import Kind, Link
+from delta.units import Bytes
+
+
+@pytest.fixture
+def core():
+    """A session's mechanism without its hooks: nothing is ever saved, so nothing is evicted."""
+    policy = a_policy()
+    engine = Engine(policy, Budget(activations=Bytes(10**9)), Link(1e9, 1e9))
+    made = Core(engine, make_device("chaos:0", policy.host), Persistent(None), Timeline(None, {}))
+    yield made
+    made.engine.ledger.validate()
+    made.close()
+
+
+def names(core: Core) -> list[str]:
+    return [op.name for op in core.engine.ledger.ops.values()]
+
+
+def last(core: Core):
+    return list(core.engine.ledger.ops.values())[-1]
+
+
+def record(core: Core, tensor: torch.Tensor):
+    """The ledger's record of a tensor's storage, or None."""
+    number = core.known(tensor)
+    return core.engine.ledger[number] if number is not None else None
+
+
+# -- what is recorded -------------------------------------------------------------------------------------------------
+def test_an_op_is_recorded_with_what_it_reads_and_makes(core):
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        y = x.sin()
+        z = y * x
+    assert names(core) == ["aten.sin", "aten.mul"]
+    sin, mul = core.engine.ledger.ops.values()
+    assert sin.inputs == (core.known(x),)
+    assert sin.outputs == (core.known(y),)
+    assert mul.inputs == (core.known(y), core.known(x))
+    assert mul.outputs == (core.known(z),)
+    assert sin.replayable
+    assert mul.replayable
+    assert (record(core, y).nbytes, record(core, y).kind) == (96, Kind.ACTIVATION)
+
+
+def test_inputs_are_sources_or_parameters(core):
+    layer = nn.Linear(6, 3)
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        layer(x)
+    assert record(core, x).kind is Kind.SOURCE
+    assert record(core, layer.weight).kind is Kind.PARAMETER, "seen as weight.t()"
+    assert record(core, layer.bias).kind is Kind.PARAMETER
+
+
+def test_views_are_no_records(core):
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        x.t()
+        x.view(24)
+        x[1:]
+        x.expand(2, 4, 6)
+    assert names(core) == []
+    assert record(core, x) is None
+
+
+def test_an_unmarked_alias_is_found_by_its_storage(core):
+    """_unsafe_view says in its schema that it makes something new."""
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        y = x.sin()
+        z = torch.ops.aten._unsafe_view.default(y, [24])
+        z.cos()
+    assert core.known(z) == core.known(y)
+    assert names(core) == ["aten.sin", "aten.cos"]
+
+
+def test_several_results_are_one_op(core):
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        normal, mean, rstd = torch.ops.aten.native_layer_norm.default(x, [6], None, None, 1e-5)
+    assert last(core).outputs == (core.known(normal), core.known(mean), core.known(rstd))
+
+
+def test_factories_read_nothing_and_can_run_again(core):
+    with Recorder(core):
+        x = torch.ones(3)
+    assert (last(core).inputs, last(core).replayable) == ((), True)
+    assert core.slots[core.known(x)].recipe is not None
+
+
+def test_an_op_that_may_not_run_again_keeps_nothing_alive(core):
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        y = x.sin()
+        values, _ = y.topk(2)
+    assert names(core) == ["aten.sin", "aten.topk"]
+    assert (last(core).inputs, last(core).replayable) == ((), False)
+    assert core.slots[core.known(values)].recipe is None
+
+
+def test_a_small_view_of_a_big_storage_is_no_input(core):
+    """A recipe would have to hold all of it."""
+    big = torch.randn(100)
+    with Recorder(core):
+        y = big[:10].sin()
+        z = big[:60].sin()
+    assert not core.engine.ledger.ops[record(core, y).op].replayable
+    assert core.engine.ledger.ops[record(core, z).op].replayable
+
+
+def test_subclasses_and_sparse_tensors_are_left_alone(core):
+    class Mine(torch.Tensor):
+        pass
+
+    x = torch.randn(4).as_subclass(Mine)
+    with Recorder(core):
+        y = x.sin()
+        s = torch.ones(3).to_sparse()
+    assert isinstance(y, Mine)
+    assert s.is_sparse
+    assert not any(op.replayable for op in core.engine.ledger.ops.values() if op.name == "aten.to_sparse")
+
+
+def test_what_dies_is_forgotten_with_its_op(core):
+    x = torch.randn(4)
+    with Recorder(core):
+        y = x.sin()
+        z = y.cos()
+        del y, z
+        torch.ones(1)
+    assert "aten.sin" not in names(core)
+
+
+def test_an_ancestor_stays_while_its_descendant_lives(core):
+    x = torch.randn(4)
+    with Recorder(core):
+        y = x.sin().cos().tan()
+        torch.ones(1)
+    assert names(core)[:3] == ["aten.sin", "aten.cos", "aten.tan"]
+    assert core.known(y) is not None
+
+
+# -- when nothing is recorded -----------------------------------------------------------------------------------------
+def test_ops_without_gradients_are_not_recorded(core):
+    x = torch.randn(4)
+    with Recorder(core), torch.no_grad():
+        x.sin()
+    assert names(core) == []
+
+
+def test_backward_is_not_recorded(core):
+    x = torch.randn(4, requires_grad=True)
+    with Recorder(core):
+        loss = x.sin().sum()
+        before = names(core)
+        loss.backward()
+    assert before == ["aten.sin", "aten.sum"]
+    assert "aten.cos" not in names(core)
+
+
+def test_a_write_is_noticed_even_where_nothing_is_recorded(core):
+    """y's recipe reads x; x is then written with gradients off: x is another record now."""
+    x = torch.randn(4)
+    with Recorder(core):
+        y = x.sin()
+        before = core.known(x)
+        with torch.no_grad():
+            x.add_(1)
+    assert core.known(x) != before
+    assert not core.engine.ledger.recoverable(core.known(y), grasp=True)
+
+
+# -- writes -----------------------------------------------------------------------------------------------------------
+def test_a_write_makes_a_new_version(core):
+    x = torch.randn(4)
+    with Recorder(core):
+        y = x.sin()
+        old = core.known(y)
+        y.mul_(2)
+        new = core.known(y)
+    assert new != old
+    assert last(core).inputs == (old,)
+    assert last(core).outputs == (new,)
+    assert last(core).overwrites == (old,)
+    assert not core.engine.ledger[old].alive
+
+
+def test_out_is_a_write(core):
+    x = torch.randn(4)
+    with Recorder(core):
+        out = torch.empty(4)
+        old = core.known(out)
+        torch.sin(x, out=out)
+    assert core.known(out) != old
+    assert last(core).name == "aten.sin"
+    assert last(core).outputs == (core.known(out),)
+    assert last(core).overwrites == (old,)
+
+
+def test_what_the_caller_made_stays_a_source_when_written(core):
+    """No recipe makes it and none reads it: there is no older version anybody could ask for."""
+    x, out = torch.randn(4), torch.empty(4)
+    with Recorder(core):
+        torch.sin(x, out=out)
+    assert names(core) == []
+    assert record(core, out).kind is Kind.SOURCE
+
+
+def test_writing_through_a_view_writes_the_storage(core):
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        y = x.sin()
+        old = core.known(y)
+        y[2].zero_()
+    assert core.known(y) != old
+    assert last(core).outputs == (core.known(y),)
+
+
+def test_batch_norm_statistics_are_written_but_not_read(core):
+    norm = nn.BatchNorm1d(6)
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        y = norm(x)
+    op = core.engine.ledger.ops[record(core, y).op]
+    assert op.name == "aten.native_batch_norm"
+    assert op.overwrites == ()
+    assert set(op.inputs) == {core.known(x), core.known(norm.weight), core.known(norm.bias)}
+
+
+def test_batch_norm_in_evaluation_reads_its_statistics(core):
+    norm = nn.BatchNorm1d(6).eval()
+    with Recorder(core):
+        y = norm(torch.randn(4, 6))
+    assert core.known(norm.running_mean) in core.engine.ledger.ops[record(core, y).op].inputs
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+def test_the_generator_s_state_is_that_before_the_draw(core):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    with Recorder(core):
+        noise = torch.empty(4).uniform_()
+    recipe = core.slots[core.known(noise)].recipe
+    assert recipe.generator is torch.default_generator
+    assert torch.equal(recipe.generator_state, state)
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_generator_that_was_given_is_the_one_kept(core):
+    generator = torch.Generator().manual_seed(9)
+    with Recorder(core):
+        noise = torch.bernoulli(torch.full((4,), 0.5), generator=generator)
+    recipe = core.slots[core.known(noise)].recipe
+    recipe.generator.manual_seed(10)
+    assert generator.initial_seed() == 10, "the same one"
+
+
+# -- out of memory ----------------------------------------------------------------------------------------------------
+def test_an_op_that_runs_out_of_memory_runs_once_more(core, monkeypatch):
+    rescued = []
+    monkeypatch.setattr(core.engine, "rescue", lambda now_ns: rescued.append(now_ns) or [])
+    failures = [torch.OutOfMemoryError("full"), None]
+
+    class Tight(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.sin.default and (failure := failures.pop(0)):
+                raise failure
+            return func(*args, **kwargs or {})
+
+    x = torch.randn(4)
+    with Tight(), Recorder(core):
+        y = x.sin()
+    assert torch.equal(y, torch.sin(x))
+    assert len(rescued) == core.oom_rescues == 1
+
+
+def test_a_second_failure_is_the_user_s(core):
+    class Full(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.sin.default:
+                raise torch.OutOfMemoryError("full")
+            return func(*args, **kwargs or {})
+
+    x = torch.randn(4)
+    with Full(), Recorder(core), pytest.raises(torch.OutOfMemoryError, match="full"):
+        x.sin()
+
+
+def test_other_errors_pass_unchanged(core):
+    with Recorder(core), pytest.raises(RuntimeError, match="size"):
+        torch.ones(3) @ torch.ones(4)
+    assert not core.inside()
+
+
+# -- together with the user's own mode --------------------------------------------------------------------------------
+class Counting(TorchDispatchMode):
+    """A user's mode: counts the ops it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+def depth() -> int:
+    return torch._C._len_torch_dispatch_stack()
+
+
+@pytest.fixture(scope="module")
+def plain_counts():
+    with Counting() as counting:
+        train(CASES["cnn"], 6)
+    return counting.counts
+
+
+# Observed first, then recorded or not as the plan wants: `swap` turns the recorder off after three steps, a budget that
+# is kept (100 GB) turns it off after one.
+RUNS = {
+    "swap": {"policy": ("swap", {"filter.min_bytes": 0}), "activations": "60%"},
+    "idle": {"policy": ("delta", {}), "activations": 10**11},
+    "recompute": {"policy": ("recompute", {"filter.min_bytes": 0}), "activations": "60%"},
+}
+
+
+@pytest.fixture(params=RUNS)
+def session(request):
+    chosen = RUNS[request.param]
+    policy = delta.load_policy(*chosen["policy"])
+    return delta.evict(activations=chosen["activations"], policy=policy, device="chaos:2")
+
+
+def only_forward(counts: Counter, plain: Counter) -> dict[str, int]:
+    """Ops of which fewer were seen than plain training runs."""
+    return {op: counts[op] - count for op, count in plain.items() if counts[op] < count}
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_a_mode_inside_the_block_sees_every_op(session, plain_counts):
+    with session, Counting() as counting:
+        train(CASES["cnn"], 6)
+    assert only_forward(counting.counts, plain_counts) == {}
+    assert depth() == 0
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_a_mode_around_the_block_sees_every_op(session, plain_counts):
+    with Counting() as counting, session:
+        train(CASES["cnn"], 6)
+        assert depth() in (1, 2)
+    assert only_forward(counting.counts, plain_counts) == {}
+    assert depth() == 0
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_a_mode_that_comes_and_goes_is_never_taken_off_in_delta_s_place(session):
+    model, x = CASES["cnn"].make(), torch.randn(3, 3, 16, 16)
+    with session:
+        for _ in range(6):
+            loss = F.mse_loss(model(x), torch.zeros(3, 5))
+            with Counting() as counting:
+                below = depth() - 1
+                loss.backward()
+                F.mse_loss(model(x), torch.zeros(3, 5)).backward()
+                assert depth() == below + 1
+                assert torch.utils._python_dispatch._get_current_dispatch_mode() is counting
+            assert depth() == below
+        assert depth() in (0, 1)
+    assert depth() == 0
+
+
+def test_the_recorder_leaves_when_the_block_ends():
+    with delta.evict(activations=10**6, device="chaos:0"):
+        assert depth() == 1
+    assert depth() == 0
+
+
+def test_an_idle_step_has_no_recorder():
+    with delta.evict(activations=10**9, device="chaos:0"):
+        train(CASES["gpt"], 2)
+        torch.ones(2, requires_grad=True).exp().sum().backward()
+        assert depth() == 0
+
+
+def test_without_a_budget_nothing_is_recorded():
+    with delta.evict(device="chaos:0"):
+        assert depth() == 0
