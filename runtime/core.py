@@ -47,6 +47,10 @@ from delta.types import (
 )
 
 
+def _nothing() -> None:
+    """Stands for the recorder's switch where no recorder is."""
+
+
 class Core:
     """One session's mechanism. Use `entered()` around everything that reports events."""
 
@@ -65,7 +69,8 @@ class Core:
         self.oom_rescues = 0
         self.peak_device_bytes = 0
         self.module = ""  # qualified name of the module now running, where the session knows it
-        self.at_pack: Callable[[], None] = lambda: None  # turns the recorder on and off
+        self.at_pack: Callable[[], None] = _nothing  # turns the recorder on and off
+        self.at_unpack: Callable[[], None] = _nothing  # takes it out of backward's way
         self.closing = False
         self._ids = itertools.count()
         self._records: dict[int, int] = {}  # storage identity -> record
@@ -512,6 +517,7 @@ class Core:
     # -- the end --------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """The block has ended: no thread stays. What handles still need stays until the last of them dies."""
+        self.at_pack = self.at_unpack = _nothing
         self.device.stop()
         self.closing = True
         with self:

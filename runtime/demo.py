@@ -154,7 +154,7 @@ def run_demo(options: DemoOptions, on_step: Callable[[str], None] = lambda mode:
         for mode, index in _turns(options):
             answers[mode].append(workers[mode].ask({"do": "step", "index": index}))
             on_step(mode)
-        sides = {mode: _side(answers[mode], worker.ask({"do": "finish"})) for mode, worker in workers.items()}
+        sides = {mode: side_from(answers[mode], worker.ask({"do": "finish"})) for mode, worker in workers.items()}
     return DemoResult(options, sides)
 
 
@@ -165,7 +165,8 @@ def _turns(options: DemoOptions) -> list[tuple[str, int]]:
     return list(product(options.modes(), range(options.steps)))
 
 
-def _side(steps: Sequence[Mapping[str, Any]], end: Mapping[str, Any]) -> Side:
+def side_from(steps: Sequence[Mapping[str, Any]], end: Mapping[str, Any]) -> Side:
+    """The figures of a process from its answers to the steps and to the end."""
     return Side(
         times_ns=tuple(step["time_ns"] for step in steps),
         losses=tuple(step["loss"] for step in steps),

@@ -7,13 +7,17 @@ import ctypes
 import hashlib
 import resource
 import weakref
-from collections import Counter
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from delta.runtime.device.base import Device, HostBlock, Ticket
+from delta.runtime.recompute import results_of
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -72,14 +76,24 @@ def _reset_mark() -> bool:
     return True
 
 
+class _Mark:
+    """A storage that is counted: its size, the live saved tensors on it, and whether Delta made it."""
+
+    __slots__ = ("by_delta", "handles", "key", "nbytes")
+
+    def __init__(self, key: int, nbytes: int) -> None:
+        self.key, self.nbytes = key, nbytes
+        self.handles = 0
+        self.by_delta = False
+
+
 class _Saved:
     """What autograd holds instead of a saved tensor; it dies when autograd lets go of it."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "packed")
 
-    def __init__(self, tensor: Tensor) -> None:
-        # Detached: autograd saves some outputs of the very node that holds them, and that would be a cycle.
-        self.tensor = tensor.detach()
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
 
 
 class SavedBytes:
@@ -91,36 +105,132 @@ class SavedBytes:
     def __init__(self, model: nn.Module) -> None:
         owned = [*model.parameters(), *model.buffers()]
         self._excluded = {tensor.untyped_storage().data_ptr() for tensor in owned}
-        self._holders: Counter[int] = Counter()
+        self._marks: dict[int, _Mark] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
         self._hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def __enter__(self) -> "SavedBytes":
+    def __enter__(self) -> Self:
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._hooks.__exit__(None, None, None)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+    def keep(self, tensor: Tensor) -> Any:
+        """What to hold for a saved tensor."""
+        # Detached: autograd saves some outputs of the very node that holds them, and that would be a cycle.
+        return tensor.detach()
+
+    def give(self, kept: Any) -> Tensor:
+        """The saved tensor again."""
+        tensor: Tensor = kept
+        return tensor
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is one to count."""
         storage = tensor.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        if nbytes and address not in self._excluded:
-            # The handle keeps the storage alive, so the address names it until the last handle has died.
-            self._holders[address] += 1
-            if self._holders[address] == 1:
-                self.live_bytes += nbytes
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            weakref.finalize(saved, self._drop, address, nbytes)
+        return bool(storage.nbytes()) and storage.data_ptr() not in self._excluded
+
+    def mark(self, storage: torch.UntypedStorage) -> _Mark:
+        """Count a storage from now on, until it dies or `_handle_died` says that it is of no more use."""
+        key = storage._cdata
+        mark = self._marks.get(key)
+        if mark is None:
+            mark = self._marks[key] = _Mark(key, storage.nbytes())
+            weakref.finalize(storage, self._uncount, mark)
+            self.live_bytes += mark.nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return mark
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        mark = self.mark(tensor.untyped_storage()) if self.counts(tensor) else None
+        saved = _Saved(self.keep(tensor))
+        if mark is not None:
+            mark.handles += 1
+            weakref.finalize(saved, self._handle_died, mark)
         return saved
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        return saved.tensor
+        return self.give(saved.packed)
 
-    def _drop(self, address: int, nbytes: int) -> None:
-        self._holders[address] -= 1
-        if not self._holders[address]:
-            del self._holders[address]
-            self.live_bytes -= nbytes
+    def _handle_died(self, mark: _Mark) -> None:
+        mark.handles -= 1
+        if not mark.handles and not mark.by_delta:
+            self._uncount(mark)
+
+    def _uncount(self, mark: _Mark) -> None:
+        if self._marks.get(mark.key) is mark:
+            del self._marks[mark.key]
+            self.live_bytes -= mark.nbytes
+
+
+class ResidentBytes(SavedBytes):
+    """The same count from outside an open block of `delta.evict`: only storages that are on the device now.
+
+    Stands between autograd and Delta's hooks. A saved storage counts while it is alive and has a live saved tensor;
+    whatever appears while Delta's hooks run (a replayed op's results, a copy back into ``device``) until it dies. None
+    of it asks Delta what it holds.
+    """
+
+    def __init__(self, model: nn.Module, device: Device) -> None:
+        super().__init__(model)
+        self._device = device
+        self._ops = _OpsOf(self)
+        self.inside = False
+
+    def __enter__(self) -> Self:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert hooks is not None, "no block of delta.evict is open"
+        self._delta_pack, self._delta_unpack = hooks
+        self._copy_in = self._device.copy_in
+        vars(self._device)["copy_in"] = self._copied_in
+        self._ops.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._ops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        del vars(self._device)["copy_in"]
+
+    def keep(self, tensor: Tensor) -> Any:
+        with self._delta_works():
+            return self._delta_pack(tensor)
+
+    def give(self, kept: Any) -> Tensor:
+        with self._delta_works():
+            tensor: Tensor = self._delta_unpack(kept)
+            return tensor
+
+    def made(self, tensors: Iterable[Tensor]) -> None:
+        """Delta made these."""
+        for tensor in filter(self.counts, tensors):
+            self.mark(tensor.untyped_storage()).by_delta = True
+
+    @contextmanager
+    def _delta_works(self) -> Iterator[None]:
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def _copied_in(self, block: HostBlock) -> Ticket:
+        ticket = self._copy_in(block)
+        assert ticket.storage is not None
+        self.mark(ticket.storage).by_delta = True
+        return ticket
+
+
+class _OpsOf(TorchDispatchMode):
+    """Tells the counter about the results of every op that runs while Delta's hooks do."""
+
+    def __init__(self, counter: ResidentBytes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._counter.inside:
+            self._counter.made(results_of(result))
+        return result

@@ -1,4 +1,4 @@
-"""One side of the demo in a process of its own: the same training, plain, under `delta.evict`, or with checkpointing.
+"""One side of the demo in a process of its own: the same training plain, under `delta.evict`, or in another way.
 
 ``python -m delta.runtime.demo_worker`` reads JSON lines from stdin, the `Spec` first, and answers each with one::
 
@@ -6,7 +6,9 @@
     {"do": "step", "index": 0}  -> {"time_ns": ..., "loss": "0x1.6p+2", "gradients": "<sha256>"}
     {"do": "finish"}            -> {"parameters": "<sha256>", "peak_rss_bytes": ..., ...}
 
-A DeltaError is answered with ``{"error": "<text>"}``. Between lines the process sleeps in a read, so the sides can take
+A step with ``"count": true`` is slower, and answers with ``"counted_peak_bytes"``, too: the peak of saved activations
+on the device, counted here and not by Delta; null where they cannot be counted from outside. A DeltaError is answered
+with ``{"error": "<text>"}``. Between lines the process sleeps in a read, so the sides can take
 turns on the same cores.
 """
 
@@ -18,7 +20,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 import torch
 from torch import nn
@@ -26,13 +28,17 @@ from torch.utils.checkpoint import checkpoint
 
 import delta
 from delta.errors import DeltaError
-from delta.runtime.demo_measure import ResidentPeak, SavedBytes, digest, gradient_digest
+from delta.runtime.demo_measure import ResidentBytes, ResidentPeak, SavedBytes, digest, gradient_digest
 from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a worker trains and how. ``mode`` is ``plain``, ``delta`` or ``checkpoint``."""
+    """What a worker trains and how.
+
+    ``mode``: ``plain``, ``delta`` (with ``activations=None`` it only watches), ``checkpoint`` (per block) or
+    ``save_on_cpu``.
+    """
 
     mode: str
     layers: int
@@ -43,7 +49,7 @@ class Spec:
     seed: int
     threads: int
     device: str
-    activations: str
+    activations: str | None
     policy: str
     timeline: str | None
 
@@ -70,19 +76,24 @@ class Trainer:
         self._run = self._session.__enter__()
         self._resident = ResidentPeak()
 
-    def step(self, index: int) -> dict[str, Any]:
+    def step(self, index: int, count: bool = False) -> dict[str, Any]:
         """One training step. Timed: forward, backward, optimizer; not timed: making the batch, hashing."""
         text = self._batches[index].to(self._spec.device)
+        counter = self._counter() if count else None
         began_ns = self._now_ns()
-        loss = next_byte_loss(self._model, text)
-        loss.backward()
+        with counter or nullcontext():
+            loss = next_byte_loss(self._model, text)
+            loss.backward()
         middle_ns = self._now_ns()
         gradients = gradient_digest(self._model)
         resumed_ns = self._now_ns()
         self._optimizer.step()
         self._optimizer.zero_grad()
         time_ns = (middle_ns - began_ns) + (self._now_ns() - resumed_ns)
-        return {"time_ns": time_ns, "loss": float(loss.detach()).hex(), "gradients": gradients}
+        answer: dict[str, Any] = {"time_ns": time_ns, "loss": float(loss.detach()).hex(), "gradients": gradients}
+        if count:
+            answer["counted_peak_bytes"] = None if counter is None else counter.peak_bytes
+        return answer
 
     def finish(self) -> dict[str, Any]:
         """Close the session and give the figures of the whole training."""
@@ -111,6 +122,14 @@ class Trainer:
             next_byte_loss(self._model, self._batches[0].to(self._spec.device)).backward()
         return saved.peak_bytes
 
+    def _counter(self) -> SavedBytes | None:
+        match self._spec.mode:
+            case "plain":
+                return SavedBytes(self._model)
+            case "delta":
+                return ResidentBytes(self._model, cast(Any, self._run)._core.device)
+        return None  # what checkpointing holds, and copies made by other hooks, are not seen by hooks from outside
+
     def _now_ns(self) -> int:
         if self._spec.device != "cpu":
             torch.accelerator.synchronize()
@@ -134,6 +153,8 @@ def _checkpoint_blocks(model: Gpt) -> None:
 
 
 def _session(spec: Spec, model: nn.Module) -> AbstractContextManager[_Run | None]:
+    if spec.mode == "save_on_cpu":
+        return torch.autograd.graph.save_on_cpu(pin_memory=True)
     if spec.mode != "delta":
         return nullcontext()
     return delta.evict(
@@ -151,7 +172,7 @@ def serve(lines: Iterable[str], answers: TextIO) -> None:
                 case None:
                     trainer, answer = Trainer(Spec(**request)), {"ready": True}
                 case "step" if trainer is not None:
-                    answer = trainer.step(request["index"])
+                    answer = trainer.step(request["index"], request.get("count", False))
                 case "finish" if trainer is not None:
                     answer = trainer.finish()
                 case _:

@@ -104,6 +104,7 @@ class Hooks:
         if packed.counter._version != packed.version:
             raise _modified(packed.view.dtype, packed.view.size, packed.counter._version, packed.version)
         core = packed.core
+        core.at_unpack()
         with core.entered():
             storage = core.fetch(packed.record)
         core.raise_warnings()

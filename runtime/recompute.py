@@ -137,7 +137,7 @@ def replay(
     copies: dict[int, torch.UntypedStorage] = {}
     tensors = []
     with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.enable_grad())  # some ops look at the mode; nothing is tracked below autograd
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS))
         overwritten = {recipe.inputs[index].record for index in written}

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from delta.budget import Budget
 from delta.config import Policy
@@ -155,7 +156,7 @@ class evict(ContextDecorator):
             stack.enter_context(ModuleNames(core, model))
         switch = _Switch(Recorder(core), core)
         stack.callback(switch.off)
-        core.at_pack = switch.follow
+        core.at_pack, core.at_unpack = switch.follow, switch.step_aside
         switch.follow()
         hooks = Hooks(core)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack))
@@ -199,6 +200,17 @@ class _Switch:
         if torch._C._len_torch_dispatch_stack() != self._depth + self._on:
             return
         self._turn(wanted)
+
+    def step_aside(self) -> None:
+        """In backward: take the recorder off for the rest of the node that is running.
+
+        Some backward formulas (that of `prod`, for one) compute differently while any dispatch mode is on the stack, so
+        plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended.
+        """
+        if not self._on or torch._C._current_graph_task_id() == -1:
+            return
+        if _get_current_dispatch_mode() is self._recorder:
+            torch._C._pop_torch_dispatch_stack(None)
 
     def off(self) -> None:
         if self._on:
