@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from delta.units import Bytes, Share
 
-
 RETURNED = 0.7  # share of the unused room of a device budget that the next step may use
 
 

@@ -334,9 +334,7 @@ class Engine:
 
     def copy_in_failed(self, record: int) -> None:
         """The copy back did not happen; the host copy is still whole."""
-        self.ledger.set_host(record, Host.WHOLE)
-        self.ledger.let_go(record)
-        self.ledger.gone(record)
+        self.ledger.back_failed(record)
 
     def swap_in_again(self, record: int, now_ns: int) -> SwapIn:
         """Ask once more for a copy back that failed."""

@@ -201,6 +201,15 @@ class Ledger:
             self.leaving_bytes += rec.nbytes
         rec.host = state
 
+    def back_failed(self, record: int) -> None:
+        """A copy back came to nothing: its destination is gone, pinned or not; the host copy is as whole as before."""
+        rec = self.records[record]
+        if rec.host is not Host.COMING:
+            raise LedgerError(f"record {record} is not on its way back")
+        rec.host = Host.WHOLE
+        with self._recount(rec):
+            rec.held = rec.alive = False
+
     # -- questions ------------------------------------------------------------------------------------------------
     def recoverable(self, record: int, grasp: bool = False) -> bool:
         """Whether replaying ops, from what Delta can have without it, would bring the record back.

@@ -55,14 +55,14 @@ def ways(activations: str) -> tuple[Way, ...]:
 
 
 def spec(way: Way, options: DemoOptions) -> Spec:
-    """What the process of that way is told. Only the one under the limit writes a timeline, if ``timeline`` names one."""
+    """What the process of that way is told. Only the one under the limit writes a timeline, if one is asked for."""
     timeline = options.timeline if way.activations == options.activations and options.timeline else None
     return replace(options.spec(way.mode), activations=way.activations, timeline=timeline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The figures of one way. A ratio is over plain; of ``time_ratios``, one for each timed step, only the range is kept.
+    """The figures of one way. A ratio is over plain; the range is that of the ratios of single steps.
 
     ``counted_peak_bytes``: saved activations on the device at most, counted in the first step and after the last one;
     None where they cannot be counted from outside. ``moved_bytes``: copies out and back, all steps; None where nobody

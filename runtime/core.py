@@ -461,8 +461,9 @@ class Core:
         used = self.device.used_bytes()
         self.peak_device_bytes = max(self.peak_device_bytes, used)
         if used > budget.device_bytes - budget.reserve_bytes:
-            self.device.trim()  # what the allocator merely keeps is neither an activation nor in use
-            used = self.device.used_bytes()
+            if self.device.hoards:  # what the allocator merely keeps is neither an activation nor in use
+                self.device.trim()
+                used = self.device.used_bytes()
             budget.other_bytes = max(budget.other_bytes, used - self.engine.ledger.resident_bytes)
         self._step_used_bytes = max(self._step_used_bytes, used)
 

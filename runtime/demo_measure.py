@@ -7,8 +7,8 @@ import ctypes
 import hashlib
 import resource
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -168,16 +168,15 @@ class SavedBytes:
 class ResidentBytes(SavedBytes):
     """The same count from outside an open block of `delta.evict`: only storages that are on the device now.
 
-    Stands between autograd and Delta's hooks. A saved storage counts while it is alive and has a live saved tensor;
-    whatever appears while Delta's hooks run (a replayed op's results, a copy back into ``device``) until it dies. None
-    of it asks Delta what it holds.
+    Stands between autograd and Delta's hooks. A saved storage counts while it is alive and has a live saved tensor; the
+    result of an op that runs while Delta unpacks, and a copy back into ``device``, count until they die. Nobody asks
+    Delta what it holds.
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
         super().__init__(model)
         self._device = device
-        self._ops = _OpsOf(self)
-        self.inside = False
+        self._replays = _ResultsOfOps(self.made)
 
     def __enter__(self) -> Self:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -185,20 +184,17 @@ class ResidentBytes(SavedBytes):
         self._delta_pack, self._delta_unpack = hooks
         self._copy_in = self._device.copy_in
         vars(self._device)["copy_in"] = self._copied_in
-        self._ops.__enter__()  # type: ignore[no-untyped-call]
         return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
-        self._ops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         del vars(self._device)["copy_in"]
 
     def keep(self, tensor: Tensor) -> Any:
-        with self._delta_works():
-            return self._delta_pack(tensor)
+        return self._delta_pack(tensor)
 
     def give(self, kept: Any) -> Tensor:
-        with self._delta_works():
+        with self._replays:
             tensor: Tensor = self._delta_unpack(kept)
             return tensor
 
@@ -207,14 +203,6 @@ class ResidentBytes(SavedBytes):
         for tensor in filter(self.counts, tensors):
             self.mark(tensor.untyped_storage()).by_delta = True
 
-    @contextmanager
-    def _delta_works(self) -> Iterator[None]:
-        self.inside = True
-        try:
-            yield
-        finally:
-            self.inside = False
-
     def _copied_in(self, block: HostBlock) -> Ticket:
         ticket = self._copy_in(block)
         assert ticket.storage is not None
@@ -222,15 +210,14 @@ class ResidentBytes(SavedBytes):
         return ticket
 
 
-class _OpsOf(TorchDispatchMode):
-    """Tells the counter about the results of every op that runs while Delta's hooks do."""
+class _ResultsOfOps(TorchDispatchMode):
+    """Shows the results of every op that runs while it is on the mode stack."""
 
-    def __init__(self, counter: ResidentBytes) -> None:
+    def __init__(self, show: Callable[[list[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counter = counter
+        self._show = show
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._counter.inside:
-            self._counter.made(results_of(result))
+        self._show(results_of(result))
         return result

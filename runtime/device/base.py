@@ -102,6 +102,8 @@ class Device(Protocol):
 
     kind: str
     torch_device: torch.device
+    hoards: bool
+    """Whether `used_bytes` counts memory that was freed but not given back, so that `trim` lowers it."""
 
     def capacity_bytes(self) -> int:
         """What the device has in all."""

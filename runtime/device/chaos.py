@@ -48,6 +48,7 @@ class ChaosDevice:
     """
 
     kind = "chaos"
+    hoards = False
     torch_device = torch.device("cpu")
 
     def __init__(

@@ -30,6 +30,7 @@ class CpuDevice:
     """
 
     kind = "cpu"
+    hoards = True
     torch_device = torch.device("cpu")
 
     def __init__(self, host: HostConfig) -> None:

@@ -62,6 +62,7 @@ class CudaDevice:
     """See the module docstring and `delta.runtime.device.base.Device`."""
 
     kind = "cuda"
+    hoards = False
 
     def __init__(self, card: Accelerator, host: HostConfig) -> None:
         self.torch_device = card.torch_device
