@@ -27,7 +27,8 @@ from delta.errors import DeltaError
 from delta.runtime.device.base import Device, Ticket
 from delta.runtime.persistent import Persistent
 from delta.runtime.rawmem import sole_owner
-from delta.runtime.recompute import Recipe, replay
+from delta.runtime.recompute import Recipe
+from delta.runtime.rematerialise import Rematerialiser
 from delta.runtime.slots import Slot, StorageRef
 from delta.runtime.swap import Swap
 from delta.runtime.watch import Watch
@@ -62,8 +63,8 @@ class Core:
         self.clock = device.clock()
         self.watch = Watch(self)
         self.swap = Swap(self)
+        self.rematerialiser = Rematerialiser(self)
         self.slots: dict[int, Slot] = {}
-        self.recompute_ns = 0
         self.stall_ns = 0
         self.overhead_ns = 0
         self.oom_rescues = 0
@@ -287,7 +288,7 @@ class Core:
             self._attached.append(record)
         self.run(self.engine.saved(record, signature, time.perf_counter_ns()))
         nbytes = self.engine.ledger[record].nbytes
-        self._emit("saved", record=record, nbytes=nbytes)
+        self.emit("saved", record=record, nbytes=nbytes)
         return record
 
     def _note_loose(self) -> None:
@@ -309,14 +310,14 @@ class Core:
         try:
             record = self.engine.ledger.resolve(handle)
             if not self.engine.ledger[record].held:
-                self._replay_chain(record)
-            return self._ready(record)
+                self.rematerialiser.bring_back(record)
+            return self.ready(record)
         finally:
             self.run(self.engine.served(handle))
             self.run(self.engine.prefetch(time.perf_counter_ns()))
             self._measure()
 
-    def _ready(self, record: int) -> torch.UntypedStorage:
+    def ready(self, record: int) -> torch.UntypedStorage:
         slot = self.slots[record]
         if slot.coming is not None:
             self.swap.await_back(record)
@@ -324,44 +325,6 @@ class Core:
         if storage is None:
             raise DeltaError(f"record {record} was not brought back: this is a defect in Delta, please report it")
         return storage
-
-    def _replay_chain(self, record: int) -> None:
-        chain = self.engine.replay_order(record)
-        done = 0
-        try:
-            for op in chain:
-                self._replay(op)
-                done += 1
-        finally:
-            if done < len(chain):
-                self.engine.replay_failed(chain[done:])
-
-    def _replay(self, op: OpInfo) -> None:
-        self.run(self.engine.before_replay(op, time.perf_counter_ns()))
-        for source in op.inputs:
-            self._ready(source)
-        wanted = self.engine.made_again(op)
-        stolen = self.engine.stealable(op)
-        recipe = next(slot.recipe for r in op.outputs if (slot := self.slots.get(r)) is not None and slot.recipe)
-        began_ns = time.perf_counter_ns()
-        storages = self._compute(recipe, stolen)
-        ended_ns = time.perf_counter_ns()
-        for made in wanted:
-            slot = self.slots[made]
-            slot.storage = storages[made]
-            slot.ref = self.track(storages[made], made)
-        for source in stolen:  # its storage belongs to the new version now
-            self.slots[source].ref = self.slots[source].storage = None
-        self.run(self.engine.replayed(op, wanted, time.perf_counter_ns()))
-        for source in stolen:
-            self.run(self.engine.storage_gone(source))
-        self._spent(ended_ns - began_ns)
-        self.recompute_ns += ended_ns - began_ns
-        nbytes = sum(product.nbytes for product in recipe.products if product.record in wanted)
-        self._emit("recomputed", record=op.outputs[0], nbytes=nbytes, op=op.name, start_ns=began_ns, end_ns=ended_ns)
-
-    def _compute(self, recipe: Recipe, stolen: frozenset[int]) -> dict[int, torch.UntypedStorage]:
-        return replay(recipe, self._ready, stolen)
 
     def rescued(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the user's op; out of device memory, evict all that can go and run it once more (rule 13)."""
@@ -382,10 +345,10 @@ class Core:
                     self._hold(record)
                 case Drop(record, action):
                     self._let_go(record)
-                    self._emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
+                    self.emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
                 case Release(record):
                     self._let_go(record)
-                    self._emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
+                    self.emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
                 case SwapOut(record, wait):
                     self.swap.out(record, wait)
                 case SwapIn(record):
@@ -431,7 +394,7 @@ class Core:
         self._excluded_ns += ns
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
-    def _spent(self, ns: int) -> None:
+    def spent(self, ns: int) -> None:
         """Time that is not Delta's own overhead and not the step's own work."""
         self._excluded_ns += ns
         self.engine.lost(ns)
@@ -439,12 +402,12 @@ class Core:
     def waited(self, record: int, began_ns: int, why: str) -> None:
         ended_ns = time.perf_counter_ns()
         self.stall_ns += ended_ns - began_ns
-        self._spent(ended_ns - began_ns)
-        self._emit("waited", record=record, start_ns=began_ns, end_ns=ended_ns, why=why)
+        self.spent(ended_ns - began_ns)
+        self.emit("waited", record=record, start_ns=began_ns, end_ns=ended_ns, why=why)
 
     def copied(self, record: int, ticket: Ticket) -> None:
         ended_ns = ticket.finished_ns or time.perf_counter_ns()
-        self._emit(
+        self.emit(
             "copied",
             record=record,
             nbytes=ticket.nbytes,
@@ -475,7 +438,7 @@ class Core:
         for slot in self.slots.values():
             slot.recipe = None
         for step in finished:
-            self._emit(
+            self.emit(
                 "step",
                 index=step.index,
                 mode=str(step.mode),
@@ -496,7 +459,7 @@ class Core:
             used = self.device.used_bytes()
             self.peak_device_bytes = max(self.peak_device_bytes, used)
             ledger = self.engine.ledger
-            self._emit(
+            self.emit(
                 "memory",
                 resident_bytes=ledger.resident_bytes + self.watch.resident_bytes,
                 unevicted_bytes=ledger.unevicted_bytes + self.watch.resident_bytes,
@@ -505,7 +468,7 @@ class Core:
                 limit_bytes=self.engine.limit_bytes,
             )
 
-    def _emit(self, ev: str, **fields: Any) -> None:
+    def emit(self, ev: str, **fields: Any) -> None:
         self.timeline.emit(ev, time.perf_counter_ns(), **fields)
 
     def raise_warnings(self) -> None:

@@ -22,21 +22,18 @@ class Persistent:
     def __init__(self, model: nn.Module | None) -> None:
         self._model = weakref.ref(model) if model is not None else None
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._stale = True
+        self._searched = False
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage is a parameter's or a buffer's."""
-        if isinstance(tensor, nn.Parameter):
+        base = tensor._base  # of `weight.t()`: knows also the parameters of a model that was made after the search
+        if isinstance(tensor if base is None else base, nn.Parameter):
             self._add(tensor)
             return True
-        if self._stale:
-            self._stale = False
+        if not self._searched:
+            self._searched = True
             self._collect()
         return self._has(tensor)
-
-    def refresh(self) -> None:
-        """Modules may have been made since: look again the next time something unknown is asked for."""
-        self._stale = True
 
     def _has(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
