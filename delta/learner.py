@@ -52,7 +52,7 @@ class Learner:
     log: StepLog = field(default_factory=StepLog)
     packs: int = 0
     recorded: bool = False  # the recorder was on from this step's first op
-    missed: bool = False  # the last step was new but could not be learned from, because it was not recorded whole
+    missed: bool = False  # a step was new but not recorded whole: the next ones are, until a new one has been learned
     began_ns: int | None = None
 
     @property
@@ -160,13 +160,15 @@ class Learner:
         log.end_ns = now_ns - (self.began_ns or 0)
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
-        self.missed = profile is None and bool(log.needs) and not self.recorded and not fitted
         if profile is None and log.needs and (self.recorded or fitted):
             profile = Profile(
                 tuple(log.signatures), build_graph(log, self.min_bytes), unevicted_peak_bytes, forced
             )
             self.profiles.insert(0, profile)
             self._plan(profile, limit_bytes, fitted)
+            self.missed = False
+        elif profile is None and log.needs:
+            self.missed = True
         elif profile is not None:
             self.profiles.remove(profile)
             self.profiles.insert(0, profile)

@@ -102,7 +102,11 @@ class Core:
             self._owner = threading.get_ident()
             self._entered_ns = time.perf_counter_ns()
             self._excluded_ns = 0
-            self._drain()
+            try:
+                self._drain()
+            except BaseException:
+                self._leave()
+                raise
 
     def __exit__(self, *exc: object) -> None:
         try:
@@ -110,10 +114,13 @@ class Core:
                 self._drain()
                 self.overhead_ns += time.perf_counter_ns() - self._entered_ns - self._excluded_ns
         finally:
-            self._depth -= 1
-            if self._depth == 0:
-                self._owner = 0
-            self._lock.release()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = 0
+        self._lock.release()
 
     def inside(self) -> bool:
         """Whether the calling thread is in here: the ops it runs are Delta's own."""
