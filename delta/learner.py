@@ -17,6 +17,7 @@ from delta.types import Action, Kind, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
 TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
+KINDS = 64  # kinds of step remembered, the least recently used forgotten first
 ROOMIER = 1.05  # ... or when the limit has grown by this (a device budget follows what else is in use)
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 
@@ -165,6 +166,7 @@ class Learner:
                 tuple(log.signatures), build_graph(log, self.min_bytes), unevicted_peak_bytes, forced
             )
             self.profiles.insert(0, profile)
+            del self.profiles[KINDS:]
             self._plan(profile, limit_bytes, fitted)
             self.missed = False
         elif profile is None and log.needs:

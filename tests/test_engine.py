@@ -472,13 +472,26 @@ def test_a_strict_budget_that_cannot_be_held_is_an_error_that_names_the_floor_an
     assert "Give a larger budget, a smaller batch, or a policy that may evict more" in text
 
 
-def test_a_budget_that_cannot_be_held_is_warned_of_once():
-    toy = tightened(strict=False)
-    toy._do(toy.engine.pressure(40))
-    toy.op(4, 500, [3], replayable=False)
-    toy.save(4, 50)
-    assert len(toy.engine.totals.warnings) == 1
-    assert "600 B inputs of the step" in toy.engine.totals.warnings[0]
+def test_a_budget_that_was_not_held_is_warned_of_once_when_the_step_has_ended():
+    toy = Toy(500, RECOMPUTE)
+    for base in (0, 10, 20):
+        toy.source(base, 600)
+        toy.save(base, base)
+        if not base:
+            assert toy.engine.totals.warnings == []
+        toy.use(base, base + 5)
+        (text,) = toy.engine.totals.warnings
+        assert text.startswith("the budget of 500 B for saved activations cannot be held: ")
+        assert "600 B inputs of the step" in text
+
+
+def test_a_budget_that_held_in_the_end_is_not_complained_of():
+    """There is no room for a second one of 600 bytes, but none comes."""
+    toy = Toy(1000, RECOMPUTE)
+    toy.source(0, 600)
+    toy.save(0, 0)
+    toy.use(0, 5)
+    assert toy.engine.totals.warnings == []
 
 
 def test_what_is_in_use_is_a_part_of_the_floor():
