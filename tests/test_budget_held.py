@@ -1,0 +1,109 @@
+"""The budget as somebody else measures it: the report's peaks against live storages counted from outside."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from models import CASES, Case
+from torch import nn
+from witness import Witness
+
+import delta
+from delta.ledger import Ledger
+from delta.runtime.hooks import Hooks
+
+pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def steps(case: Case, model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        case.loss(model, generator).backward()
+        model.zero_grad()
+
+
+def plain_peak_bytes(name: str) -> int:
+    """What plain training holds, counted the same way."""
+    torch.manual_seed(0)
+    model = CASES[name].make()
+    witness = Witness(model)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: witness.pack(tensor, lambda t: t), lambda packed: witness.unpack(packed, lambda t: t)
+    )
+    with hooks, witness:
+        steps(CASES[name], model)
+    return witness.peak_bytes
+
+
+@contextmanager
+def watched(monkeypatch, witness: Witness, **options):
+    """A block of Delta with the witness around its hooks and behind its device."""
+    pack, unpack = Hooks.pack, Hooks.unpack
+    monkeypatch.setattr(Hooks, "pack", lambda self, t: witness.pack(t, lambda tensor: pack(self, tensor)))
+    monkeypatch.setattr(Hooks, "unpack", lambda self, p: witness.unpack(p, lambda packed: unpack(self, packed)))
+    with delta.evict(**options) as run:
+        copy_in = run._core.device.copy_in
+
+        def seen_copy_in(block):
+            ticket = copy_in(block)
+            witness.made([ticket.storage])
+            witness.look()
+            return ticket
+
+        monkeypatch.setattr(run._core.device, "copy_in", seen_copy_in)
+        with witness:
+            yield run
+
+
+def measure(monkeypatch, name: str, policy: str, activations: str, device: str = "cpu"):
+    torch.manual_seed(0)
+    model = CASES[name].make()
+    witness = Witness(model)
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    with watched(monkeypatch, witness, activations=activations, policy=chosen, device=device) as run:
+        steps(CASES[name], model)
+    return witness.peak_bytes, run.report()
+
+
+@pytest.mark.parametrize("policy", ["swap", "recompute", "delta"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_report_s_peak_is_what_is_there(name, policy, monkeypatch):
+    seen_bytes, report = measure(monkeypatch, name, policy, "40%")
+    assert sum(report.evictions.values()) > 0
+    assert report.peak_activation_bytes == pytest.approx(seen_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_unevicted_peak_is_that_of_plain_training(name, monkeypatch):
+    _, report = measure(monkeypatch, name, "delta", "40%")
+    assert report.unevicted_peak_activation_bytes == pytest.approx(plain_peak_bytes(name), rel=0.01)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_eviction_both_peaks_are_that_of_plain_training(name, monkeypatch):
+    seen_bytes, report = measure(monkeypatch, name, "delta", "100%")
+    assert seen_bytes == report.peak_activation_bytes == report.unevicted_peak_activation_bytes
+    assert seen_bytes == plain_peak_bytes(name)
+
+
+def test_books_that_forget_to_subtract_are_found_out(monkeypatch):
+    """The test of the tests above: one lost subtraction in the ledger and the counts part."""
+    let_go = Ledger.let_go
+
+    def forgetful(self, record):
+        let_go(self, record)
+        self.resident_bytes += self.records[record].nbytes // 10
+
+    monkeypatch.setattr(Ledger, "let_go", forgetful)
+    seen_bytes, report = measure(monkeypatch, "gpt", "swap", "40%")
+    assert report.peak_activation_bytes != pytest.approx(seen_bytes, rel=0.01)

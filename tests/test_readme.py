@@ -1,0 +1,195 @@
+"""The pages: their code runs, their tables list what there is, and their figures are those of the measurement."""
+
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+
+import delta
+from delta.cli import app
+from delta.config import Policy
+from delta.errors import PolicyError
+from delta.policies.loader import load
+from delta.runtime.bench_pages import NOT_MEASURED, RESULT, example, figures, read_places, read_result
+from delta.timeline import EVENTS
+from delta.timeline.format import VERSION_KEY
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def section(name: str, title: str) -> str:
+    """The text under a heading, up to the next heading of its level or above."""
+    _, _, rest = page(name).partition(f"\n## {title}\n")
+    assert rest, f"{name} has no section {title!r}"
+    return rest.partition("\n## ")[0]
+
+
+def table(text: str) -> list[list[str]]:
+    """The rows of the first table of a text, heading and rule left out."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def unquoted(cell: str) -> list[str]:
+    """What stands in backticks in a cell."""
+    return re.findall(r"`([^`]*)`", cell)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- README -----------------------------------------------------------------------------------------------------------
+
+
+def shape(output: str) -> list[str]:
+    """The lines of an output without what differs from run to run: sizes, times, counts."""
+    return [re.sub(r"  +.*", "", line.strip()) for line in output.splitlines()]
+
+
+def test_the_ten_lines_print_what_the_page_says(one_thread: None) -> None:
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(compile(example(page("README.md")), "README.md", "exec"), {})
+    (shown,) = blocks(read_places(page("README.md"))["example"], "text")
+    assert shape(shown) == shape(printed.getvalue())
+    share = float(re.search(r"peak activations .*\((.*)% of unevicted\)", printed.getvalue())[1])
+    assert 0 < share <= 40
+
+
+def test_the_ten_lines_are_about_ten() -> None:
+    assert len([line for line in example(page("README.md")).splitlines() if line and "import" not in line]) <= 10
+
+
+def test_the_table_of_policies_is_what_is_shipped() -> None:
+    rows = table(section("README.md", "Policies"))
+    assert [unquoted(name)[0] for name, _, _ in rows] == delta.policies()
+    for name, summary, source in rows:
+        policy = load(unquoted(name)[0])
+        assert summary == policy.summary
+        assert ("10.1145/3689338" in policy.source) == ("10.1145/3689338" in source)
+
+
+def test_the_table_of_commands_is_the_command_line() -> None:
+    named = {unquoted(command)[0].split()[1] for command, _ in table(section("README.md", "Command line"))}
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert named == commands | {group.name for group in app.registered_groups}
+
+
+def test_ten_sentences() -> None:
+    assert len(re.findall(r"^\d+\. ", section("README.md", "How it works"), re.MULTILINE)) == 10
+
+
+def test_the_first_screen_has_a_picture() -> None:
+    (picture,) = re.findall(r"!\[.+\]\((.+)\)", page("README.md"))
+    svg = page(picture)
+    assert all(words in svg for words in ("plain PyTorch (peak ", "Delta with 40% (peak ", "budget ("))
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmark.md"])
+def test_figures_are_those_of_the_measurement(name: str) -> None:
+    places = {place: content for place, content in read_places(page(name)).items() if place != "example"}
+    if (ROOT / RESULT).exists():
+        assert places == figures(read_result(ROOT / RESULT))[name]
+    else:
+        assert set(places.values()) == {NOT_MEASURED}
+
+
+# --- docs -------------------------------------------------------------------------------------------------------------
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys(field.annotation, f"{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_policy_key_has_its_row_and_its_default() -> None:
+    rows = {unquoted(key)[0]: unquoted(default) for key, default, _, _ in table(section("docs/policies.md", "Keys"))}
+    assert list(rows) == list(keys(Policy))
+    assert rows.pop("name") == []
+    defaults = {key: yaml.safe_load(default) for key, (default,) in rows.items()}
+    assert load("keep", {**defaults, "name": "x"}) == Policy(name="x")
+
+
+def test_every_score_and_value_is_named() -> None:
+    rows = {unquoted(key)[0]: set(unquoted(values)) for key, _, values, _ in table(section("docs/policies.md", "Keys"))}
+    schema = Policy.model_json_schema()["$defs"]
+    assert rows["filter.score"] == set(schema["FilterConfig"]["properties"]["score"]["enum"])
+    assert rows["planner.kind"] == set(schema["PlannerConfig"]["properties"]["kind"]["enum"])
+    scores = [unquoted(name)[0] for name, _, _ in table(section("docs/policies.md", "Scores"))]
+    assert scores == schema["FilterConfig"]["properties"]["score"]["enum"]
+
+
+def test_the_page_of_policies_says_what_happens(tmp_path: Path) -> None:
+    text = page("docs/policies.md")
+    overriding, _, mistaken = blocks(text, "python")
+    printed, message = blocks(text, "text")
+    out = StringIO()
+    with redirect_stdout(out):
+        exec(overriding, names := {})
+    assert out.getvalue() == printed
+    with pytest.raises(PolicyError) as caught:
+        exec(mistaken, names)
+    assert f"delta.errors.PolicyError: {caught.value}\n" == message
+    (tmp_path / "big-host.yaml").write_text(blocks(text, "yaml")[0])
+    policy = load(tmp_path / "big-host.yaml")
+    assert policy.name == "big-host"
+    assert (policy.rule_for("aten.convolution"), policy.rule_for("aten.relu", "layer4.1")) == ("swap", "keep")
+
+
+def test_every_event_has_its_row() -> None:
+    rows = table(section("docs/timeline.md", "Events"))
+    found = {unquoted(kind)[0]: (unquoted(required), unquoted(optional)) for kind, required, optional, _ in rows}
+    assert found == {name: (list(kind.required), list(kind.optional)) for name, kind in EVENTS.items()}
+
+
+def test_the_timeline_page_reads_a_real_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with delta.evict(timeline="run.jsonl"):
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+    (code,) = blocks(page("docs/timeline.md"), "python")
+    exec(code, names := {})
+    assert names["swapped"] == 0 and names["header"]["policy"] == "delta"
+    header = section("docs/timeline.md", "Header")
+    assert {VERSION_KEY, "policy", "device", "budget", "torch", "started"} == set(names["header"])
+    assert all(f"`{key}`" in header for key in names["header"])
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", page(name))
+    local = [target for target in targets if "://" not in target and target != "benchmark.json"]
+    assert all(((ROOT / name).parent / target).exists() for target in local), local
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_are_named_exist(name: str) -> None:
+    named = [
+        path for path in unquoted(page(name)) if re.fullmatch(r"(runtime|delta|scripts|policies|docs)/[\w./-]+", path)
+    ]
+    assert [path for path in named if not (ROOT / path).exists()] == []
