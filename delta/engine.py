@@ -151,7 +151,7 @@ class Engine:
         if (plan := self.learner.plan) is not None:
             out += self._room.follow(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
-        return out + self._room.make(self._largest_bytes, now_ns)
+        return out + self._room.make(self._largest_bytes, now_ns, guess=True)
 
     def _raise_failed(self) -> None:
         """With `strict: true`, a step that missed its budget without having been stopped stops the next one."""
@@ -172,9 +172,10 @@ class Engine:
         if rec.host is Host.LEAVING:
             out.append(AwaitOut(record))
         if rec.users and self.ledger.supports_missing(record) and rec.host is Host.NONE:
+            if rec.kind is Kind.PARAMETER:
+                rec.kind = Kind.ACTIVATION  # the clone is Delta's, and counts
             if not rec.held:
                 self.ledger.hold(record)
-            rec.kind = Kind.ACTIVATION if rec.kind is Kind.PARAMETER else rec.kind
             out.append(Preserve(record))
         return out
 
@@ -329,6 +330,7 @@ class Engine:
         """The device copy is whole again."""
         rec = self.ledger[record]
         self.ledger.set_host(record, Host.WHOLE)
+        self.ledger.note_peak()
         self.totals.swapped_in_bytes += rec.nbytes
         return self._settle(record)
 

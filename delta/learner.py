@@ -80,13 +80,12 @@ class Learner:
 
     @property
     def wants_recorder(self) -> bool:
-        """Whether the next step should be recorded: something is unknown yet, or a plan replays ops."""
-        if not self.profiles or self.missed:
-            return True
-        return any(
-            not profile.idle and (profile.plan is None or profile.plan.recomputes or profile.refined < REFINEMENTS)
-            for profile in self.profiles
-        )
+        """Whether the next step should be recorded: unless every kind of step fits.
+
+        A plan that only swaps needs no recipes, but it does need the recorder's eye: a storage may be written after its
+        copy out has begun, through a view with a version counter of its own (`unsafe_chunk`, as LSTM cells use it).
+        """
+        return not self.all_idle
 
     # -- during a step --------------------------------------------------------------------------------------------
     def packed(self, signature: int, now_ns: int) -> None:

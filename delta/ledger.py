@@ -149,12 +149,16 @@ class Ledger:
         return record
 
     # -- the device copy ------------------------------------------------------------------------------------------
-    def hold(self, record: int) -> None:
-        """Delta owns a reference to the storage from here on."""
+    def hold(self, record: int, soon: bool = False) -> None:
+        """Delta owns a reference to the storage from here on.
+
+        `soon`: the storage is made by an instruction that comes after others that give room; `note_peak` is called when
+        it is there.
+        """
         rec = self.records[record]
         if rec.held:
             raise LedgerError(f"record {record} is held already")
-        with self._recount(rec):
+        with self._recount(rec, peak=not soon):
             rec.held = True
             rec.alive = True
 
@@ -298,20 +302,20 @@ class Ledger:
         Returns the ids forgotten, and those of records Delta still holds although nothing can ask for them.
         """
         forgotten: list[int] = []
-        idle: list[int] = []
+        idle: dict[int, None] = {}
         todo = list(candidates)
         while todo:
             rec = self.records.get(todo.pop())
             if rec is None or rec.handles or rec.users or rec.pins or rec.host in (Host.LEAVING, Host.COMING):
                 continue
             if rec.held:
-                idle.append(rec.id)
+                idle[rec.id] = None
             elif not rec.alive:
                 del self.records[rec.id]
                 forgotten.append(rec.id)
                 if rec.op is not None:
                     todo += self._output_left(rec.op)
-        return forgotten, idle
+        return forgotten, list(idle)
 
     def cut(self) -> tuple[list[int], list[int]]:
         """A step ended: recipes are of no more use. Drop them all; returns what `forget_dead` does."""
@@ -376,17 +380,21 @@ class Ledger:
             self.records[source].users.discard(op_id)
             yield source
 
-    def _recount(self, rec: Record) -> _Recount:
-        return _Recount(self, rec)
+    def note_peak(self) -> None:
+        """What is resident now counts for the peak."""
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+
+    def _recount(self, rec: Record, peak: bool = True) -> _Recount:
+        return _Recount(self, rec, peak)
 
 
 class _Recount:
     """Keeps `resident_bytes` and its peak right across one change of a record."""
 
-    __slots__ = ("_before", "_ledger", "_record")
+    __slots__ = ("_before", "_ledger", "_peak", "_record")
 
-    def __init__(self, ledger: Ledger, record: Record) -> None:
-        self._ledger, self._record = ledger, record
+    def __init__(self, ledger: Ledger, record: Record, peak: bool) -> None:
+        self._ledger, self._record, self._peak = ledger, record, peak
 
     def __enter__(self) -> None:
         self._before = self._record.counted
@@ -396,4 +404,5 @@ class _Recount:
         if after is not self._before:
             ledger = self._ledger
             ledger.resident_bytes += self._record.nbytes if after else -self._record.nbytes
-            ledger.peak_resident_bytes = max(ledger.peak_resident_bytes, ledger.resident_bytes)
+            if self._peak:
+                ledger.note_peak()

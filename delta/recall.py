@@ -40,7 +40,7 @@ class Recall:
 
     def swap_in(self, rec: Record, now_ns: int) -> SwapIn:
         self._ledger.set_host(rec.id, Host.COMING)
-        self._ledger.hold(rec.id)
+        self._ledger.hold(rec.id, soon=True)
         self._queue.begin_in(rec.nbytes, now_ns)
         rec.used_ns = now_ns
         return SwapIn(rec.id)

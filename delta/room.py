@@ -86,16 +86,20 @@ class Room:
 
     def _await_out(self, over_bytes: int) -> tuple[list[AwaitOut], int]:
         """Wait for copies out until that much less is resident; returns what is over still."""
-        out = []
-        if over_bytes > 0 and self._ledger.leaving_bytes:
-            for rec in self._ledger.records.values():
-                if rec.host is Host.LEAVING and over_bytes > 0:
-                    over_bytes -= rec.nbytes
-                    out.append(AwaitOut(rec.id))
+        out: list[AwaitOut] = []
+        if over_bytes <= 0 or not self._ledger.leaving_bytes:
+            return out, over_bytes
+        leaving = [rec for rec in self._ledger.records.values() if rec.host is Host.LEAVING]
+        # What the program still uses would stay when its copy is whole: wait for the others first.
+        leaving.sort(key=lambda rec: rec.saved_at not in self._learner.log.loose_at)
+        for rec in leaving:
+            if over_bytes > 0:
+                over_bytes -= rec.nbytes
+                out.append(AwaitOut(rec.id))
         return out, over_bytes
 
-    def make(self, extra_bytes: int, now_ns: int) -> list[Instruction]:
-        """Evict until `extra_bytes` more fit."""
+    def make(self, extra_bytes: int, now_ns: int, guess: bool = False) -> list[Instruction]:
+        """Evict until `extra_bytes` more fit; with `guess` they may never come, and nobody is told."""
         limit = self.limit_bytes
         if limit is None:
             return []
@@ -107,10 +111,11 @@ class Room:
         awaited, over = self._await_out(over)
         out += awaited
         if over > 0:
-            out += self.evict(over, now_ns)
+            out += self.evict(over, now_ns, extra_bytes, guess)
         return out
 
-    def evict(self, over_bytes: int, now_ns: int) -> list[Instruction]:
+    def evict(self, over_bytes: int, now_ns: int, coming_bytes: int = 0, guess: bool = False) -> list[Instruction]:
+        """Let go of `over_bytes`, of which `coming_bytes` are not there yet."""
         out: list[Instruction] = []
         for choice, rec in self._ranked(now_ns):
             if over_bytes <= 0:
@@ -120,8 +125,9 @@ class Room:
                 continue
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
             over_bytes -= rec.nbytes
-        if over_bytes > 0:
-            self._short(over_bytes)
+        coming_bytes = max(0, coming_bytes)
+        if over_bytes > (coming_bytes if guess else 0):
+            self._short(over_bytes - (coming_bytes if guess else 0), 0 if guess else coming_bytes)
         return out
 
     def _ranked(self, now_ns: int) -> list[tuple[Choice, Record]]:
@@ -206,7 +212,7 @@ class Room:
             return []
         return self.carry_out(rec, action, now_ns, wait=False)
 
-    def _short(self, over_bytes: int) -> None:
+    def _short(self, over_bytes: int, coming_bytes: int) -> None:
         """Nothing more can go and it still does not fit. What the program itself still uses may go by itself soon, so
         only the rest is an error at once; whether the budget was really missed is known when the step has ended."""
         limit = self.limit_bytes
@@ -214,14 +220,15 @@ class Room:
         if limit is None or not firm:
             return
         floating_bytes = sum(rec.nbytes for rec in self._ledger.records.values() if rec.counted and not rec.held)
-        shortage = Shortage(limit, limit + over_bytes, self._floor_parts())
+        shortage = Shortage(limit, limit + over_bytes, self._floor_parts(coming_bytes))
         if self._policy.budget.strict and over_bytes > floating_bytes:
             raise BudgetError(str(shortage))
         if self.shortage is None or shortage.over_bytes > self.shortage.over_bytes:
             self.shortage = shortage
 
-    def _floor_parts(self) -> str:
-        parts = {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}
+    def _floor_parts(self, coming_bytes: int) -> str:
+        parts = {"what the next op makes": coming_bytes}
+        parts |= {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}
         parts |= {"still used by the program": 0, "not evictable under this policy": 0}
         for rec in self._ledger.records.values():
             if not rec.counted:
@@ -237,12 +244,12 @@ class Room:
             else:
                 parts["not evictable under this policy"] += rec.nbytes
         said = [f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes]
-        return ", ".join(said) or "what the next op makes"
+        return ", ".join(said) or "nothing that could be named"
 
     def missing(self, rec: Record) -> None:
         """Tell the chains that the record's bytes are gone, if somebody could still ask for them."""
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
-        if op is None or (not rec.handles and not rec.users):
+        if op is None or rec.available or (not rec.handles and not rec.users):
             return
         neighbours = list(op.inputs)
         for user in rec.users:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from delta.engine import Engine
 from delta.errors import DeltaError
+from delta.ledger import Host
 from delta.runtime.device.base import Device, Ticket
 from delta.runtime.persistent import Persistent
 from delta.runtime.rawmem import sole_owner
@@ -326,9 +327,10 @@ class Core:
 
     def ready(self, record: int) -> torch.UntypedStorage:
         slot = self.slots[record]
-        if slot.coming is not None:
-            self.swap.await_back(record)
         storage = slot.alive()
+        if slot.coming is not None or (storage is None and self.engine.ledger[record].host is Host.WHOLE):
+            self.swap.await_back(record)
+            storage = slot.alive()
         if storage is None:
             raise DeltaError(f"record {record} was not brought back: this is a defect in Delta, please report it")
         return storage

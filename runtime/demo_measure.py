@@ -77,14 +77,13 @@ def _reset_mark() -> bool:
 
 
 class _Mark:
-    """A storage that is counted: its size, the live saved tensors on it, and whether Delta made it."""
+    """A storage that is counted: its size, and the live saved tensors on it."""
 
-    __slots__ = ("by_delta", "handles", "key", "nbytes")
+    __slots__ = ("handles", "key", "nbytes")
 
     def __init__(self, key: int, nbytes: int) -> None:
         self.key, self.nbytes = key, nbytes
         self.handles = 0
-        self.by_delta = False
 
 
 class _Saved:
@@ -133,7 +132,7 @@ class SavedBytes:
         return bool(storage.nbytes()) and storage.data_ptr() not in self._excluded
 
     def mark(self, storage: torch.UntypedStorage) -> _Mark:
-        """Count a storage from now on, until it dies or `_handle_died` says that it is of no more use."""
+        """Count a storage from now on, until it dies or the last saved tensor on it does, if there is one."""
         key = storage._cdata
         mark = self._marks.get(key)
         if mark is None:
@@ -156,7 +155,7 @@ class SavedBytes:
 
     def _handle_died(self, mark: _Mark) -> None:
         mark.handles -= 1
-        if not mark.handles and not mark.by_delta:
+        if not mark.handles:
             self._uncount(mark)
 
     def _uncount(self, mark: _Mark) -> None:
@@ -201,12 +200,12 @@ class ResidentBytes(SavedBytes):
     def made(self, tensors: Iterable[Tensor]) -> None:
         """Delta made these."""
         for tensor in filter(self.counts, tensors):
-            self.mark(tensor.untyped_storage()).by_delta = True
+            self.mark(tensor.untyped_storage())
 
     def _copied_in(self, block: HostBlock) -> Ticket:
         ticket = self._copy_in(block)
         assert ticket.storage is not None
-        self.mark(ticket.storage).by_delta = True
+        self.mark(ticket.storage)
         return ticket
 
 

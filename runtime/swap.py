@@ -16,6 +16,7 @@ from delta.errors import HostFullError, SwapError
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
+    from delta.runtime.device.base import Ticket
 
 
 class Swap:
@@ -25,6 +26,7 @@ class Swap:
         self._core = core
         self._going: list[int] = []
         self._coming: list[int] = []
+        self._failed: Ticket | None = None  # the last copy back that failed at once
 
     @property
     def busy(self) -> bool:
@@ -77,27 +79,34 @@ class Swap:
         self._core.run(self._core.engine.copied_out(record))
 
     def back(self, record: int) -> None:
+        """Begin a copy back. One that fails at once is asked for again by `await_back`, if it is needed."""
         slot = self._core.slots[record]
         assert slot.block is not None
         try:
-            slot.coming = self._core.device.copy_in(slot.block)
+            ticket = self._core.device.copy_in(slot.block)
         except (SwapError, torch.OutOfMemoryError):
             self._core.engine.copy_in_failed(record)
             raise
-        slot.storage = slot.coming.storage
-        assert slot.storage is not None
+        if ticket.storage is None:
+            self._failed = ticket
+            self._core.engine.copy_in_failed(record)
+            return
+        slot.coming, slot.storage = ticket, ticket.storage
         slot.ref = self._core.track(slot.storage, record)
         self._coming.append(record)
 
     def await_back(self, record: int) -> None:
+        """The value is needed: wait for its copy back, and ask for it once more if it failed."""
         slot = self._core.slots[record]
-        assert slot.coming is not None
         began_ns = time.perf_counter_ns()
-        try:
-            self._core.device.wait(slot.coming)
-        except SwapError:
-            self._back_failed(record)
+        if slot.coming is None:
             self._retry(record)
+        else:
+            try:
+                self._core.device.wait(slot.coming)
+            except SwapError:
+                self._back_failed(record)
+                self._retry(record)
         self._core.waited(record, began_ns, "copy in")
         self._back_ended(record)
 
@@ -105,7 +114,10 @@ class Swap:
         """The host copy is whole still: one more try before training has to stop."""
         self._core.run([self._core.engine.swap_in_again(record, time.perf_counter_ns())])
         slot = self._core.slots[record]
-        assert slot.coming is not None
+        if slot.coming is None:
+            assert self._failed is not None
+            self._failed.raise_failure()
+            raise SwapError("a copy back failed without saying why")
         try:
             self._core.device.wait(slot.coming)
         except SwapError:

@@ -53,14 +53,31 @@ def one_thread() -> Iterator[None]:
 # --- counting from outside --------------------------------------------------------------------------------------------
 
 
+LARGEST_BYTES = 4 * 32 * 4 * 64 * 4  # of the small GPT: what is inside an MLP, (batch, seq, 4 width) floats
+
+
 def small_gpt() -> tuple[Gpt, Batches]:
     torch.manual_seed(0)
     return Gpt(GptConfig(layers=3, width=64, heads=4, seq=32)), Batches(stdlib_bytes(), batch=4, seq=32, seed=0)
 
 
+class Compared(ResidentBytes):
+    """Notes, whenever a tensor was brought back, this count and the one in Delta's ledger."""
+
+    def __init__(self, model: Gpt, run: delta.evict) -> None:
+        super().__init__(model, run._core.device)
+        self._ledger = run._core.engine.ledger
+        self.pairs: list[tuple[int, int]] = []
+
+    def give(self, kept: Any) -> torch.Tensor:
+        tensor = super().give(kept)
+        self.pairs.append((self.live_bytes, self._ledger.resident_bytes))
+        return tensor
+
+
 @tight
 @pytest.mark.parametrize("policy", ["delta", "swap", "recompute"])
-def test_what_is_counted_from_outside_is_what_the_report_says(policy: str, spill_dir: Path) -> None:
+def test_what_is_counted_from_outside_is_what_delta_says(policy: str, spill_dir: Path) -> None:
     model, batches = small_gpt()
     with SavedBytes(model) as plain:
         next_byte_loss(model, batches[0]).backward()
@@ -68,13 +85,15 @@ def test_what_is_counted_from_outside_is_what_the_report_says(policy: str, spill
     with delta.evict(model, activations="40%", policy=chosen) as run:
         peaks = []
         for step in range(4):
-            with ResidentBytes(model, run._core.device) as counted:
+            with Compared(model, run) as counted:
                 next_byte_loss(model, batches[step]).backward()
             assert counted.live_bytes == 0
+            assert all(abs(mine - ledger) <= 0.01 * counted.peak_bytes for mine, ledger in counted.pairs)
             peaks.append(counted.peak_bytes)
     report = run.report()
-    assert sum(report.evictions.values()) > 0
-    assert max(peaks) == pytest.approx(report.peak_activation_bytes, rel=0.01)
+    assert len(counted.pairs) > 50 and sum(report.evictions.values()) > 0
+    # Here a storage counts when Delta's pack is called; Delta then first takes note of copies that have ended.
+    assert 0.99 * report.peak_activation_bytes <= max(peaks) <= report.peak_activation_bytes + LARGEST_BYTES
     assert report.unevicted_peak_activation_bytes == plain.peak_bytes
 
 

@@ -442,6 +442,14 @@ def test_what_is_held_for_nothing_is_told():
     assert 0 in ledger
 
 
+def test_what_is_held_for_nothing_is_told_once():
+    """2 = g(0, 1), 1 = f(0): both ops let go of 0."""
+    ledger = a_ledger([1] * 3, [an_op(100, [0], [1]), an_op(101, [0, 1], [2])])
+    ledger.hold(0)
+    dropped(ledger, 1, 2)
+    assert ledger.forget_dead([2]) == ([2, 1], [0])
+
+
 @pytest.mark.parametrize("reason", ["handle", "user", "pin", "leaving", "coming", "alive"])
 def test_nothing_in_use_is_forgotten(reason):
     ledger = a_chain([1, 1]) if reason == "user" else a_ledger([1])

@@ -193,3 +193,19 @@ def test_files_that_are_named_exist(name: str) -> None:
         path for path in unquoted(page(name)) if re.fullmatch(r"(runtime|delta|scripts|policies|docs)/[\w./-]+", path)
     ]
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+NUMBERED = {  # how comments name a numbered part of docs/design.md, and how that part begins there
+    r"section (\d+)(?![.\d])": "\n## {}. ",
+    r"\brules? (\d+)": "\n{}. **",
+    r"romises? P(\d)": "\n- **P{}, ",
+}
+
+
+@pytest.mark.parametrize("named", NUMBERED)
+def test_what_comments_name_by_number_is_in_the_design(named: str) -> None:
+    sources = [path for folder in ("delta", "runtime", "policies") for path in (ROOT / folder).rglob("*.py")]
+    found = {number for path in sources for number in re.findall(named, path.read_text(encoding="utf-8"))}
+    assert found
+    design = page("docs/design.md")
+    assert [number for number in sorted(found) if NUMBERED[named].format(number) not in design] == []
