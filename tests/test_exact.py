@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from models import CASES, train
 
 import delta
-from tests.models import CASES, train
 
 STEPS = 20
 

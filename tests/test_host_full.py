@@ -5,9 +5,9 @@ import os
 
 import pytest
 import torch
+from models import CASES, train
 
 import delta
-from tests.models import CASES, train
 
 STEPS = 3
 

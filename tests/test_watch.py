@@ -54,7 +54,8 @@ def test_a_larger_batch_than_any_before_is_held(spill_dir):
         for rows in (32, 32, 128, 32, 128, 128):
             evicted.append(step(net, rows))
             peaks.append(run.report().peak_activation_bytes)
-    assert all(torch.equal(a, b) for mine, its in zip(plain, evicted, strict=True) for a, b in zip(mine, its, strict=True))
+    for mine, its in zip(plain, evicted, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(mine, its, strict=True))
     modes = run.report().modes
     assert modes["idle"] >= 1 and modes["planned"] >= 1
     assert peaks[1] <= limit
