@@ -16,7 +16,6 @@ from delta.errors import HostFullError, SwapError
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
-    from delta.runtime.device.base import Ticket
 
 
 class Swap:
@@ -26,7 +25,6 @@ class Swap:
         self._core = core
         self._going: list[int] = []
         self._coming: list[int] = []
-        self._failed: Ticket | None = None  # the last copy back that failed at once
 
     @property
     def busy(self) -> bool:
@@ -58,71 +56,59 @@ class Swap:
         if ticket is None:
             return
         began_ns = time.perf_counter_ns()
-        failed: SwapError | None = None
+        failed: type[SwapError] | None = None  # not the error: its frames would keep the program's tensors alive
         try:
             self._core.device.wait(ticket)
         except SwapError as error:
-            failed = error
+            failed = type(error)
         self._core.waited(record, began_ns, "copy out")
         self._out_ended(record, failed)
 
-    def _out_ended(self, record: int, failed: SwapError | None) -> None:
+    def _out_ended(self, record: int, failed: type[SwapError] | None) -> None:
         slot = self._core.slots[record]
         ticket, slot.going = slot.going, None
         self._going.remove(record)
         assert ticket is not None
         if failed is not None:
-            self._core.run(self._core.engine.copy_out_failed(record, isinstance(failed, HostFullError)))
+            self._core.run(self._core.engine.copy_out_failed(record, issubclass(failed, HostFullError)))
             return
         slot.block = ticket.block
         self._core.copied(record, ticket)
         self._core.run(self._core.engine.copied_out(record))
 
     def back(self, record: int) -> None:
-        """Begin a copy back. One that fails at once is asked for again by `await_back`, if it is needed."""
         slot = self._core.slots[record]
         assert slot.block is not None
         try:
-            ticket = self._core.device.copy_in(slot.block)
+            slot.coming = self._core.device.copy_in(slot.block)
         except (SwapError, torch.OutOfMemoryError):
             self._core.engine.copy_in_failed(record)
             raise
-        if ticket.storage is None:
-            self._failed = ticket
-            self._core.engine.copy_in_failed(record)
-            return
-        slot.coming, slot.storage = ticket, ticket.storage
-        slot.ref = self._core.track(slot.storage, record)
+        slot.storage = slot.coming.storage
+        if slot.storage is not None:  # else it has failed already, as whoever looks at it next will find
+            slot.ref = self._core.track(slot.storage, record)
         self._coming.append(record)
 
     def await_back(self, record: int) -> None:
-        """The value is needed: wait for its copy back, and ask for it once more if it failed."""
-        slot = self._core.slots[record]
+        """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed."""
         began_ns = time.perf_counter_ns()
-        if slot.coming is None:
-            self._retry(record)
-        else:
-            try:
-                self._core.device.wait(slot.coming)
-            except SwapError:
-                self._back_failed(record)
-                self._retry(record)
-        self._core.waited(record, began_ns, "copy in")
-        self._back_ended(record)
-
-    def _retry(self, record: int) -> None:
-        """The host copy is whole still: one more try before training has to stop."""
-        self._core.run([self._core.engine.swap_in_again(record, time.perf_counter_ns())])
-        slot = self._core.slots[record]
-        if slot.coming is None:
-            assert self._failed is not None
-            self._failed.raise_failure()
-            raise SwapError("a copy back failed without saying why")
         try:
-            self._core.device.wait(slot.coming)
+            self._wait_back(record)
+        except SwapError:
+            self._core.run([self._core.engine.swap_in_again(record, time.perf_counter_ns())])
+            self._wait_back(record)
+        self._core.waited(record, began_ns, "copy in")
+
+    def _wait_back(self, record: int) -> None:
+        ticket = self._core.slots[record].coming
+        if ticket is None:  # seen to end while it was asked for
+            return
+        try:
+            self._core.device.wait(ticket)
         except SwapError:
             self._back_failed(record)
             raise
+        self._back_ended(record)
 
     def _back_failed(self, record: int) -> None:
         slot = self._core.slots[record]
@@ -149,7 +135,7 @@ class Swap:
                 if self._core.device.ready(slot.going):
                     self._out_ended(record, None)
             except SwapError as error:
-                self._out_ended(record, error)
+                self._out_ended(record, type(error))
         for record in list(self._coming):
             slot = self._core.slots.get(record)
             if slot is None or slot.coming is None:
@@ -158,4 +144,5 @@ class Swap:
                 if self._core.device.ready(slot.coming):
                     self._back_ended(record)
             except SwapError:
-                self._back_failed(record)
+                if not self._core.engine.ledger[record].pins:  # else `await_back` is about to find it, and to ask again
+                    self._back_failed(record)
