@@ -447,4 +447,3 @@ class Engine:
 
     def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
         return plan_step(graph, limit_bytes, self.queue.link, self.policy.director.actions, forced)
-

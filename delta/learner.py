@@ -152,8 +152,13 @@ class Learner:
 
     # -- its end --------------------------------------------------------------------------------------------------
     def end(
-        self, now_ns: int, peak_bytes: int, unevicted_peak_bytes: int, limit: Callable[[int], int | None], evicted:
-        bool, forced: Mapping[int, Action],
+        self,
+        now_ns: int,
+        peak_bytes: int,
+        unevicted_peak_bytes: int,
+        limit: Callable[[int], int | None],
+        evicted: bool,
+        forced: Mapping[int, Action],
     ) -> None:
         """The last handle died. Learns from the step and plans the next one like it."""
         log, profile = self.log, self._profile_of_step()
@@ -161,9 +166,7 @@ class Learner:
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
         if profile is None and log.needs and (self.recorded or fitted):
-            profile = Profile(
-                tuple(log.signatures), build_graph(log, self.min_bytes), unevicted_peak_bytes, forced
-            )
+            profile = Profile(tuple(log.signatures), build_graph(log, self.min_bytes), unevicted_peak_bytes, forced)
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]
             self._plan(profile, limit_bytes, fitted)

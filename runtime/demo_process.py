@@ -1,7 +1,6 @@
 """`WorkerProcess`: a `demo_worker` process seen from the demo, one JSON line out, one back."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,15 +14,6 @@ _MODULE = "delta.runtime.demo_worker"
 _GOODBYE_S = 10.0
 
 
-def environment() -> dict[str, str]:
-    """The worker's environment: this one, and MKL asked for the same bits in every run unless the user chose already.
-
-    MKL promises equal results from run to run in this mode only (Conditional Numerical Reproducibility). It costs no
-    time that could be measured here.
-    """
-    return {"MKL_CBWR": "AUTO", **os.environ}
-
-
 class WorkerProcess:
     """Starts at construction; leaving the ``with`` block ends it, whatever happened."""
 
@@ -35,7 +25,6 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            env=environment(),
         )
         self._send(asdict(spec))
 

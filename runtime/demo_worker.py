@@ -30,6 +30,7 @@ import delta
 from delta.errors import DeltaError
 from delta.runtime.demo_measure import ResidentBytes, ResidentPeak, SavedBytes, digest, gradient_digest
 from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
+from delta.runtime.settle import settle_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Trainer:
     def __init__(self, spec: Spec) -> None:
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
+        settle_kernels()  # for the plain side too: else two plain processes may differ
         _make_deterministic(spec.device)
         self._spec = spec
         config = GptConfig(layers=spec.layers, width=spec.width, heads=spec.heads, seq=spec.seq)

@@ -23,9 +23,8 @@ from delta.errors import RecomputeMismatchError
 from delta.runtime.opfacts import OpFacts
 from delta.runtime.view import View
 
-_AUTOCAST_KEYS = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
 )
 
 

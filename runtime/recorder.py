@@ -25,6 +25,7 @@ from delta.types import Kind, OpInfo
 if TYPE_CHECKING:
     from delta.runtime.core import Core
 
+
 class Recorder(TorchDispatchMode):
     """Records into `core` while it is on the mode stack."""
 
@@ -146,9 +147,7 @@ class Recorder(TorchDispatchMode):
         return may and (not facts.seeded or generator is not None) and all(is_plain(tensor) for tensor in results)
 
 
-def _written(
-    facts: OpFacts, statistics: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Tensor]:
+def _written(facts: OpFacts, statistics: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that the op writes into."""
     written: list[Tensor] = []
     for where in (*facts.mutates, *statistics):
@@ -186,4 +185,3 @@ def default_generator(device: torch.device) -> torch.Generator:
         generator: torch.Generator = torch.cuda.default_generators[index]
         return generator
     return torch.default_generator
-

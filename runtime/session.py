@@ -27,6 +27,7 @@ from delta.runtime.hooks import Hooks
 from delta.runtime.modules import ModuleNames
 from delta.runtime.persistent import Persistent
 from delta.runtime.recorder import Recorder
+from delta.runtime.settle import settle_kernels
 from delta.timeline import Timeline
 from delta.types import Link
 from delta.units import Bytes, Share, parse_size
@@ -134,6 +135,7 @@ class evict(ContextDecorator):
 
     # -- wiring ---------------------------------------------------------------------------------------------------
     def _open(self, stack: ExitStack) -> None:
+        settle_kernels()
         model = self._model() if self._model is not None else None
         device = make_device(self._device_name, self.policy.host)
         undo = stack.enter_context(ExitStack())

@@ -1,6 +1,7 @@
 """Leak checks around every test, and the options and markers."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,14 @@ from leaks import Snapshot, files_left
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_configure() -> None:
+    """Plain PyTorch is what every test compares with: its first calls must give the bits of the later ones."""
+    if find_spec("torch") is not None:  # tests of the pure part run without it
+        from delta.runtime.settle import settle_kernels
+
+        settle_kernels()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

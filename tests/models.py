@@ -101,8 +101,12 @@ class Numbers:
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and left.shape == right.shape and bool(
-        torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and bool(
+            torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))
+        )
     )
 
 

@@ -20,7 +20,7 @@ from delta.runtime import demo, demo_measure, demo_worker
 from delta.runtime.demo import DemoOptions, DemoResult, Side, run_demo
 from delta.runtime.demo_measure import ResidentPeak, SavedBytes, digest
 from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
-from delta.runtime.demo_process import WorkerProcess, environment
+from delta.runtime.demo_process import WorkerProcess
 from delta.runtime.demo_view import print_result
 from delta.runtime.demo_worker import Spec, serve
 
@@ -251,13 +251,6 @@ def test_worker_in_a_process_of_its_own() -> None:
     _, here, _ = converse(TINY.spec("plain"), STEPS[0], FINISH)
     assert float.fromhex(apart["loss"]) == pytest.approx(float.fromhex(here["loss"]), rel=1e-5)
     assert end["counted_peak_bytes"] > 0
-
-
-def test_workers_ask_for_reproducible_kernels_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MKL_CBWR", raising=False)
-    assert environment()["MKL_CBWR"] == "AUTO"
-    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    assert environment()["MKL_CBWR"] == "COMPATIBLE"
 
 
 # --- what comes of it -------------------------------------------------------------------------------------------------

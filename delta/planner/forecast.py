@@ -88,9 +88,7 @@ def forecast(graph: StepGraph, actions: Sequence[Action], link: Link) -> Forecas
 
 
 class _Walk:
-    def __init__(
-        self, graph: StepGraph, actions: Sequence[Action], link: Link, first_use: Mapping[int, int]
-    ) -> None:
+    def __init__(self, graph: StepGraph, actions: Sequence[Action], link: Link, first_use: Mapping[int, int]) -> None:
         self.graph, self.actions, self.link, self.first_use = graph, actions, link, first_use
         self.used_at: dict[int, int] = {}  # where each swapped storage is read first
         self.available = [node.rooted for node in graph.nodes]
