@@ -23,6 +23,7 @@ from delta.errors import (
     StorageModifiedError,
     SwapError,
     TimelineError,
+    TraceError,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "StorageModifiedError",
     "SwapError",
     "TimelineError",
+    "TraceError",
     "__version__",
     "evict",
     "load_policy",

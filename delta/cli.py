@@ -27,6 +27,7 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from None
 
 
+_TRACE = "delta-trace.jsonl.gz"
 _HELP = "Train PyTorch models under a memory budget by evicting saved activations."
 app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
 policies_app = typer.Typer(cls=_Group, invoke_without_command=True)
@@ -98,6 +99,26 @@ def run(
     from delta.runtime.script import RunOptions, run_script
 
     options = RunOptions(policy=policy, budget=budget, activations=activations, timeline=timeline, report=report)
+    run_script(script, arguments or [], options)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def trace(
+    script: Annotated[str, typer.Argument(help="A training script, run as `python script.py` would.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    output: Annotated[str, typer.Option(help="Where the trace goes; compressed if the name ends in .gz.")] = _TRACE,
+    skip: Annotated[int, typer.Option(help="Steps to leave out first: the first ones run cold.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps to record: the second goes to NAME-2, and so on.")] = 1,
+    policy: Annotated[str, typer.Option(help="A shipped policy or a YAML file.")] = "delta",
+    budget: Annotated[str | None, typer.Option(help="Device memory for the whole process: 8GiB, 60%.")] = None,
+    activations: Annotated[str | None, typer.Option(help="Limit for saved activations: 2GiB, 40%.")] = None,
+) -> None:
+    """Run an unmodified script and record a training step. Options of deltactl go before the script."""
+    from delta.runtime.script import RunOptions, run_script
+    from delta.trace import Recording
+
+    recording = Recording(Path(output), skip=skip, steps=steps)
+    options = RunOptions(policy=policy, budget=budget, activations=activations, trace=recording)
     run_script(script, arguments or [], options)
 
 

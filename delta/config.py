@@ -24,10 +24,10 @@ from pydantic import (
 )
 
 from delta.errors import PolicyError
-from delta.types import Action
+from delta.types import Action, Cost, Leftover
 from delta.units import Bytes, Share, parse_bytes, parse_size
 
-ScoreName = Literal["delta", "delta-paper", "size-staleness", "lru", "size"]
+ScoreName = Literal["delta", "delta-paper", "dtr", "msps", "size-staleness", "lru", "size"]
 PlannerName = Literal["profile", "none"]
 
 _SIZE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
@@ -99,6 +99,7 @@ class FilterConfig(_Model):
     """Which storages may go, and in what order."""
 
     score: ScoreName = Field(default="delta", description="ranks the candidates; the smallest score is evicted first")
+    cost: Cost = Field(default=Cost.ACTION, description="what the score counts as the cost of evicting a storage")
     min_bytes: NumBytes = Field(default=2**20, description="a storage smaller than this is never evicted")
 
 
@@ -116,6 +117,19 @@ class PlannerConfig(_Model):
 
     kind: PlannerName = Field(
         default="profile", description="profile: plan the next step from the last one; none: decide online always"
+    )
+
+
+class ReplayConfig(_Model):
+    """What is kept beside the saved tensors for the sake of replays."""
+
+    sources: Leftover = Field(
+        default=Leftover.HOLD,
+        description="storages the program is done with but the recipe of a dropped one reads: hold, or drop at once",
+    )
+    results: Leftover = Field(
+        default=Leftover.DROP,
+        description="what a replay makes on its way and nothing has saved: drop after its last reader, or hold",
     )
 
 
@@ -181,6 +195,7 @@ class Policy(_Model):
     filter: FilterConfig = FilterConfig()
     director: DirectorConfig = DirectorConfig()
     planner: PlannerConfig = PlannerConfig()
+    replay: ReplayConfig = ReplayConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
     host: HostConfig = HostConfig()
     budget: BudgetConfig = BudgetConfig()

@@ -11,60 +11,99 @@ into "how long would compute wait for it".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from delta.types import Link
+from delta.ledger import Ledger
+from delta.types import Cost, Link
 
 
 class Chains:
-    """Union-find over missing records; each class knows the summed replay cost of its members, in ns."""
+    """Union-find over missing records; each class knows the summed replay cost of its members, in ns.
+
+    A record that comes back leaves its class, and is a new member of a class when it goes again.
+    """
 
     def __init__(self) -> None:
-        self._parent: dict[int, int] = {}
-        self._cost_ns: dict[int, int] = {}
-        self._missing: set[int] = set()
+        self._node: dict[int, int] = {}  # missing record -> its node
+        self._parent: list[int] = []
+        self._cost_ns: list[int] = []
 
     def gone(self, record: int, own_ns: int, neighbours: Iterable[int]) -> None:
         """`record` went missing; `neighbours` are the inputs and outputs of its op and of its users."""
-        if record in self._missing:
+        if record in self._node:
             return
-        self._missing.add(record)
-        self._parent.setdefault(record, record)
-        root = self._find(record)
-        self._cost_ns[root] = self._cost_ns.get(root, 0) + own_ns
+        node = self._node[record] = len(self._parent)
+        self._parent.append(node)
+        self._cost_ns.append(own_ns)
         for neighbour in neighbours:
-            if neighbour in self._missing:
-                self._merge(record, neighbour)
+            if neighbour in self._node:
+                self._merge(self._node[neighbour], node)
 
     def back(self, record: int, own_ns: int) -> None:
         """`record` is available again."""
-        if record in self._missing:
-            self._missing.discard(record)
-            root = self._find(record)
+        node = self._node.pop(record, None)
+        if node is not None:
+            root = self._find(node)
             self._cost_ns[root] = max(0, self._cost_ns[root] - own_ns)
 
-    def cost_ns(self, own_ns: int, inputs: Iterable[int]) -> int:
-        """Own cost plus that of every distinct class among the inputs: c* of the design, section 7."""
-        roots = {self._find(record) for record in inputs if record in self._missing}
+    def cost_ns(self, own_ns: int, near: Iterable[int]) -> int:
+        """Own cost plus that of every distinct class among the records `near`: c* of the design, section 7, with the
+        inputs of the op."""
+        roots = {self._find(self._node[record]) for record in near if record in self._node}
         return own_ns + sum(self._cost_ns[root] for root in roots)
 
     def clear(self) -> None:
+        self._node.clear()
         self._parent.clear()
         self._cost_ns.clear()
-        self._missing.clear()
 
-    def _find(self, record: int) -> int:
+    def _find(self, node: int) -> int:
         parent = self._parent
-        while parent[record] != record:
-            parent[record] = parent[parent[record]]
-            record = parent[record]
-        return record
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
 
     def _merge(self, left: int, right: int) -> None:
         left, right = self._find(left), self._find(right)
         if left != right:
             self._parent[left] = right
-            self._cost_ns[right] += self._cost_ns.pop(left)
+            self._cost_ns[right] += self._cost_ns[left]
+
+
+def closure_ns(ledger: Ledger, record: int, step: Callable[[int], Iterable[int]]) -> int:
+    """Summed own costs of the evicted records that `step` leads to from `record`, itself left out. What only the
+    program keeps alive counts as evicted: it will be gone when the value is asked for."""
+    seen, todo, total_ns = {record}, [record], 0
+    while todo:
+        for near in step(todo.pop()):
+            if near not in seen and not ledger[near].available:
+                seen.add(near)
+                todo.append(near)
+                total_ns += own_ns(ledger, near)
+    return total_ns
+
+
+def own_ns(ledger: Ledger, record: int) -> int:
+    """Time of the op that made the record; 0 if none is known."""
+    op_id = ledger[record].op
+    op = ledger.ops.get(op_id) if op_id is not None else None
+    return op.cost_ns if op is not None else 0
+
+
+def eviction_cost_ns(kind: Cost, ledger: Ledger, chains: Chains, record: int) -> int:
+    """What losing the record costs in replay time, as DTR's heuristics count it (ICLR 2021, section 4.2)."""
+    own = own_ns(ledger, record)
+    match kind:
+        case Cost.ANCESTORS:
+            return own + closure_ns(ledger, record, ledger.parents)
+        case Cost.CLASSES:
+            return chains.cost_ns(own, (*ledger.parents(record), *ledger.children(record)))
+        case Cost.NEIGHBOURHOOD:
+            around = closure_ns(ledger, record, ledger.parents) + closure_ns(ledger, record, ledger.children)
+            return own + around
+        case _:
+            return own
 
 
 class LinkQueue:

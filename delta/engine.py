@@ -6,8 +6,8 @@ instruction that fails is reported by an event of its own (`copy_out_failed`). E
 engine reads no clock.
 
 How a value is brought back: `need` says what to do with the record itself; if it is still not available, the runtime
-walks `replay_order`, and calls `before_replay` and `replayed` around each op, so that room is made before every
-allocation and what nobody needs goes after every op.
+walks a `Descent`, and calls `before_replay` and `replayed` around each op, so that room is made before every allocation
+and what nobody needs goes after every op.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping
 from delta.budget import Budget
 from delta.config import Policy
 from delta.costs import LinkQueue
+from delta.descent import Descent
 from delta.errors import BudgetError
 from delta.learner import Learner
-from delta.ledger import Host, Ledger
+from delta.ledger import Host, Ledger, Record
 from delta.planner import Plan, StepGraph, plan_step
 from delta.recall import Recall
 from delta.room import Room
@@ -32,6 +33,7 @@ from delta.types import (
     Hold,
     Instruction,
     Kind,
+    Leftover,
     Link,
     Mode,
     OpInfo,
@@ -47,8 +49,10 @@ MISSED = 1.01
 class Engine:
     """Decides for one session. Not thread-safe: the runtime serialises its events."""
 
-    def __init__(self, policy: Policy, budget: Budget, link: Link) -> None:
+    def __init__(self, policy: Policy, budget: Budget, link: Link, announced: bool = False) -> None:
+        """`announced`: the device tells of every allocation beforehand (`allocating`), so none has to be guessed."""
         self.policy = policy
+        self._announced = announced
         self.budget = budget
         self.ledger = Ledger()
         self.queue = LinkQueue(link)
@@ -58,6 +62,7 @@ class Engine:
         self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None)
         self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
+        self._descent = Descent(self.ledger)
         self._largest_bytes = 0
         self._lost_ns = 0
         self._failed: BudgetError | None = None
@@ -151,7 +156,11 @@ class Engine:
         if (plan := self.learner.plan) is not None:
             out += self._room.follow(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
-        return out + self._room.make(self._largest_bytes, now_ns, guess=True)
+        return out + self._room.make(0 if self._announced else self._largest_bytes, now_ns, guess=True)
+
+    def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
+        """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""
+        return self._room.make(nbytes, now_ns)
 
     def _raise_failed(self) -> None:
         """With `strict: true`, a step that missed its budget without having been stopped stops the next one."""
@@ -227,7 +236,7 @@ class Engine:
     def served(self, handle: int) -> list[Instruction]:
         """The value was handed to backward."""
         record = self.ledger.resolve(handle)
-        self.ledger[record].pins -= 1
+        self.ledger.unpin(record)
         return self._settle(record)
 
     def unsaved(self, handle: int, now_ns: int) -> list[Instruction]:
@@ -242,41 +251,41 @@ class Engine:
             out += self._end_step(now_ns)
         return out
 
-    def replay_order(self, handle: int) -> list[OpInfo]:
-        """The ops to replay for a record that `need` could not bring back; their inputs are pinned."""
-        chain = self.ledger.missing_ops(self.ledger.resolve(handle))
-        for op in chain:
-            for source in op.inputs:
-                self.ledger[source].pins += 1
-        return chain
+    def descend(self, handle: int, now_ns: int) -> Descent:
+        """The replays that bring back a record that `need` could not: see `Descent`, and `replayed` after each."""
+        self._descent.begin(self.ledger.resolve(handle), now_ns)
+        return self._descent
 
     def before_replay(self, op: OpInfo, now_ns: int) -> list[Instruction]:
         """Bring in what the op reads and make room for what it makes."""
         out: list[Instruction] = []
         for source in dict.fromkeys(op.inputs):
             out += self._recall.bring(self.ledger[source], now_ns)
-        made = sum(self.ledger[r].nbytes for r in op.outputs if r in self.ledger and not self.ledger[r].available)
-        return out + self._room.make(made, now_ns)
+        return out + self._room.make(self.ledger.made_bytes(op.id), now_ns)
 
     def made_again(self, op: OpInfo) -> list[int]:
         """The outputs of a replay that are to be taken; the others exist already."""
         return [r for r in op.outputs if r in self.ledger and not self.ledger[r].available and not self.ledger[r].alive]
 
-    def replayed(self, op: OpInfo, made: Iterable[int], now_ns: int) -> list[Instruction]:
-        """`op` was replayed and the runtime holds the storages of `made`. What nobody needs any more goes."""
-        touched = []
+    def replayed(self, op: OpInfo, made: Iterable[int]) -> list[Instruction]:
+        """The descent's op was replayed and the runtime holds the storages of `made`. What nobody needs any more
+        goes."""
         for record in made:
             rec = self.ledger[record]
             self.ledger.hold(record)
-            rec.used_ns = now_ns
             self._room.back(rec)
             self.totals.recomputed_bytes += rec.nbytes
-            touched.append(record)
-        for source in op.inputs:
-            self.ledger[source].pins -= 1
-            touched.append(source)
+        self._descent.ran()
         out: list[Instruction] = []
-        for record in dict.fromkeys(touched):
+        if self.policy.replay.results is Leftover.DROP:
+            for record in dict.fromkeys((*made, *op.inputs)):
+                out += self._settle_temporary(record)
+        return out
+
+    def end_descent(self) -> list[Instruction]:
+        """The walk is over, finished or not: nothing is pinned or kept for it any more."""
+        out: list[Instruction] = []
+        for record in self._descent.abandon():
             out += self._settle_temporary(record)
         return out
 
@@ -291,12 +300,6 @@ class Engine:
             and rec.host is Host.NONE
             and self.ledger.recoverable(record)
         )
-
-    def replay_failed(self, chain: Iterable[OpInfo]) -> None:
-        """An op of the chain raised: these ops will not be replayed now."""
-        for op in chain:
-            for source in op.inputs:
-                self.ledger[source].pins -= 1
 
     def prefetch(self, now_ns: int) -> list[Instruction]:
         """A need was served: start the copies back that belong here.
@@ -363,18 +366,24 @@ class Engine:
         if rec.host in (Host.LEAVING, Host.COMING):
             return []
         out: list[Instruction] = []
-        if rec.held and not self.ledger.needed(record):
+        if rec.held and (self._drops_source(rec) or not self.ledger.needed(record)):
             self.ledger.let_go(record)
             self._room.missing(rec)
             out.append(Release(record))
         return out + self._bury([record])
+
+    def _drops_source(self, rec: Record) -> bool:
+        """Whether a record without handles goes although the recipe of a missing one reads it."""
+        return self.policy.replay.sources is Leftover.DROP and self.ledger.recoverable(rec.id)
 
     def _settle_temporary(self, record: int) -> list[Instruction]:
         """After a replay: what has no handle and no further reader in the chain goes at once."""
         rec = self.ledger.records.get(record)
         if rec is None or rec.handles or rec.pins or not rec.held or rec.kind is not Kind.ACTIVATION:
             return []
-        if rec.host in (Host.LEAVING, Host.COMING) or not self.ledger.recoverable(record):
+        if self._descent.wants(record) or rec.host in (Host.LEAVING, Host.COMING):
+            return []
+        if not self.ledger.recoverable(record):
             return []
         self.ledger.let_go(record)
         self._room.missing(rec)

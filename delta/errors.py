@@ -6,6 +6,7 @@
     ├── BudgetError                          a budget that cannot be read, or cannot be held with `strict: true`
     ├── PolicyError             (ValueError) a policy that cannot be read, or makes no sense
     ├── TimelineError           (ValueError) a timeline file that cannot be read
+    ├── TraceError              (ValueError) a trace that cannot be read, written or recorded
     ├── NestedSessionError      (RuntimeError) `delta.evict` entered inside another one
     ├── RecomputeMismatchError  (RuntimeError) a replayed op gave something else than the first time
     ├── StorageModifiedError    (RuntimeError) a saved tensor was changed in place before backward
@@ -31,6 +32,10 @@ class PolicyError(DeltaError, ValueError):
 
 class TimelineError(DeltaError, ValueError):
     """A timeline file that is not one, is of another version, or is damaged."""
+
+
+class TraceError(DeltaError, ValueError):
+    """A trace that is not one, is of another version, is damaged, or cannot be written; names file and line."""
 
 
 class NestedSessionError(DeltaError, RuntimeError):

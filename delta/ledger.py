@@ -64,6 +64,7 @@ class Ledger:
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}
         self.ops: dict[int, OpInfo] = {}
+        self.held: dict[int, None] = {}  # the records Delta holds, the one that was in use last at the end
         self.resident_bytes = 0
         self.unevicted_bytes = 0
         self.leaving_bytes = 0
@@ -71,6 +72,7 @@ class Ledger:
         self.peak_resident_bytes = 0
         self.peak_unevicted_bytes = 0
         self._outputs_left: dict[int, int] = {}
+        self._made_bytes: dict[int, int] = {}
         self._successors: dict[int, int] = {}
 
     def __getitem__(self, record: int) -> Record:
@@ -98,6 +100,7 @@ class Ledger:
             self.records[source].users.add(op.id)
         self.ops[op.id] = op
         self._outputs_left[op.id] = len(op.outputs)
+        self._made_bytes[op.id] = sum(self.records[output].nbytes for output in op.outputs)
 
     def time_op(self, op: int, cost_ns: int) -> None:
         """The device has told how long an op took, after the fact."""
@@ -161,6 +164,7 @@ class Ledger:
         with self._recount(rec, peak=not soon):
             rec.held = True
             rec.alive = True
+        self.held[record] = None
 
     def let_go(self, record: int) -> None:
         """Delta gives up its reference; the storage stays alive while somebody else uses it."""
@@ -175,6 +179,7 @@ class Ledger:
             raise LedgerError(f"letting go of record {record} would lose its value")
         with self._recount(rec):
             rec.held = False
+        del self.held[record]
 
     def gone(self, record: int) -> None:
         """The storage was freed on the device, or overwritten by a newer version."""
@@ -183,6 +188,13 @@ class Ledger:
             raise LedgerError(f"record {record} is held and cannot be gone")
         with self._recount(rec):
             rec.alive = False
+
+    def unpin(self, record: int) -> None:
+        """One use of the record has ended."""
+        rec = self.records[record]
+        rec.pins -= 1
+        if rec.held and not rec.pins:
+            self.held[record] = self.held.pop(record)
 
     # -- the host copy --------------------------------------------------------------------------------------------
     def set_host(self, record: int, state: Host) -> None:
@@ -213,6 +225,7 @@ class Ledger:
         rec.host = Host.WHOLE
         with self._recount(rec):
             rec.held = rec.alive = False
+        del self.held[record]
 
     # -- questions ------------------------------------------------------------------------------------------------
     def recoverable(self, record: int, grasp: bool = False) -> bool:
@@ -249,6 +262,21 @@ class Ledger:
                 if not self.records[source].available:
                     todo.append(source)
         return list(dict.fromkeys(loose))
+
+    def made_bytes(self, op: int) -> int:
+        """What running the op allocates: all its outputs, also those that are there already or that nobody needs."""
+        return self._made_bytes[op]
+
+    def parents(self, record: int) -> tuple[int, ...]:
+        """The records its op reads."""
+        op_id = self.records[record].op
+        op = self.ops.get(op_id) if op_id is not None else None
+        return op.inputs if op is not None else ()
+
+    def children(self, record: int) -> list[int]:
+        """The records whose ops read it."""
+        outputs = (output for user in self.records[record].users for output in self.ops[user].outputs)
+        return [output for output in outputs if output in self.records]
 
     def missing_ops(self, record: int) -> list[OpInfo]:
         """The ops to replay, in their first order, to have `record` again. Empty if its bytes are there already."""
@@ -323,6 +351,7 @@ class Ledger:
             raise LedgerError(f"{self.handles} handles are alive: the step has not ended")
         self.ops.clear()
         self._outputs_left.clear()
+        self._made_bytes.clear()
         self._successors.clear()
         for rec in self.records.values():
             rec.op = None
@@ -360,6 +389,8 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} has {rec.handles} handles and {rec.pins} pins")
             if rec.handles and not rec.available and not rec.alive and not self.recoverable(rec.id):
                 raise LedgerError(f"record {rec.id} is saved, gone, and cannot be brought back")
+        if set(self.held) != {r.id for r in records if r.held}:
+            raise LedgerError("the list of held records differs from what the records say")
         for op in self.ops.values():
             if any(source not in self.records or op.id not in self.records[source].users for source in op.inputs):
                 raise LedgerError(f"op {op.id} reads a record that does not list it")
@@ -375,7 +406,7 @@ class Ledger:
         self._outputs_left[op_id] -= 1
         if self._outputs_left[op_id]:
             return
-        del self._outputs_left[op_id]
+        del self._outputs_left[op_id], self._made_bytes[op_id]
         for source in set(self.ops.pop(op_id).inputs):
             self.records[source].users.discard(op_id)
             yield source

@@ -7,10 +7,11 @@ do. `Room` is the engine's part for everything that lowers what is resident; `re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from delta.budget import Budget
 from delta.config import Policy
-from delta.costs import Chains, LinkQueue
+from delta.costs import Chains, LinkQueue, eviction_cost_ns
 from delta.director import Choice, Director, Prospect
 from delta.errors import BudgetError
 from delta.filter import SCORES, Candidate
@@ -18,7 +19,7 @@ from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
 from delta.planner import Plan
 from delta.totals import Totals
-from delta.types import Action, AwaitOut, Drop, Hold, Instruction, Kind, SwapOut
+from delta.types import Action, AwaitOut, Cost, Drop, Hold, Instruction, Kind, SwapOut
 from delta.units import format_bytes
 
 
@@ -52,7 +53,8 @@ class Room:
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
         self._chains = Chains()
-        self._score = SCORES[policy.filter.score]
+        self._score, self._cost = SCORES[policy.filter.score], policy.filter.cost
+        self._least_bytes = max(1, policy.filter.min_bytes)  # what has no bytes frees none
         self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
         self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
         self.host_full = False
@@ -117,11 +119,11 @@ class Room:
     def evict(self, over_bytes: int, now_ns: int, coming_bytes: int = 0, guess: bool = False) -> list[Instruction]:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet."""
         out: list[Instruction] = []
-        for choice, rec in self._ranked(now_ns):
-            if over_bytes <= 0:
-                break
-            # An eviction before this one may have taken what this recipe reads, or made its chain dearer: ask again.
+        stuck: set[int] = set()  # cannot be replayed after all
+        while over_bytes > 0 and (victim := self._victim(stuck, now_ns)) is not None:
+            choice, rec = victim
             if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
+                stuck.add(rec.id)
                 continue
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
             over_bytes -= rec.nbytes
@@ -130,19 +132,24 @@ class Room:
             self._short(over_bytes - (coming_bytes if guess else 0), 0 if guess else coming_bytes)
         return out
 
-    def _ranked(self, now_ns: int) -> list[tuple[Choice, Record]]:
-        """Everything that may go, the filter's first choice first."""
-        ranked = []
-        for rec in self._ledger.records.values():
+    def _victim(self, stuck: set[int], now_ns: int) -> tuple[Choice, Record] | None:
+        """The filter's first choice among all that may go; among equals the one used last."""
+        best_score, best = inf, None
+        for record in self._ledger.held:
+            rec = self._ledger[record]
             if not self.may_go(rec):
                 continue
             until_use_ns = self._until_use_ns(rec, now_ns)
-            choice = self.director.choose(self._prospect(rec, until_use_ns, now_ns), self._queue)
-            if choice is not None:
-                candidate = Candidate(rec.id, rec.nbytes, choice.cost_ns, now_ns - rec.used_ns, until_use_ns)
-                ranked.append((self._score(candidate), rec.id, choice, rec))
-        ranked.sort(key=lambda entry: entry[:2])
-        return [(choice, rec) for _, _, choice, rec in ranked]
+            choice = self.director.choose(self._prospect(rec, record not in stuck, until_use_ns, now_ns), self._queue)
+            if choice is None:
+                continue
+            cost_ns = choice.cost_ns
+            if self._cost is not Cost.ACTION:
+                cost_ns = eviction_cost_ns(self._cost, self._ledger, self._chains, record)
+            score = self._score(Candidate(record, rec.nbytes, cost_ns, now_ns - rec.used_ns, until_use_ns))
+            if score <= best_score:
+                best_score, best = score, (choice, rec)
+        return best
 
     def may_go(self, rec: Record) -> bool:
         return (
@@ -150,15 +157,15 @@ class Room:
             and not rec.pins
             and rec.kind is Kind.ACTIVATION
             and rec.host in (Host.NONE, Host.WHOLE)
-            and rec.nbytes >= self._policy.filter.min_bytes
+            and rec.nbytes >= self._least_bytes
         )
 
-    def _prospect(self, rec: Record, until_use_ns: int | None, now_ns: int) -> Prospect:
+    def _prospect(self, rec: Record, replayable: bool, until_use_ns: int | None, now_ns: int) -> Prospect:
         op_name, module = self.makers.get(rec.id, ("", ""))
         chain_ns = None
-        if Action.RECOMPUTE in self._policy.director.actions and self._ledger.recoverable(rec.id, grasp=True):
-            op = self._ledger.ops[rec.op] if rec.op is not None else None
-            chain_ns = self._chains.cost_ns(op.cost_ns, op.inputs) if op is not None else None
+        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        if replayable and op is not None and op.replayable and Action.RECOMPUTE in self._policy.director.actions:
+            chain_ns = self._chains.cost_ns(op.cost_ns, op.inputs)
         ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
         return Prospect(
             rec.nbytes,

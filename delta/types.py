@@ -19,6 +19,23 @@ class Action(StrEnum):
     RECOMPUTE = "recompute"
 
 
+class Cost(StrEnum):
+    """What a filter's score counts as the cost of evicting a record."""
+
+    ACTION = "action"  # of the cheapest action, as the director counts it
+    OWN = "own"  # of its op alone: h_DTR-local
+    ANCESTORS = "ancestors"  # of its op and all missing ancestors: MSPS
+    CLASSES = "classes"  # of its op and the union-find classes of its missing neighbours: h_DTR-eq
+    NEIGHBOURHOOD = "neighbourhood"  # of its op, all missing ancestors and all missing descendants: h_DTR with e*
+
+
+class Leftover(StrEnum):
+    """What becomes of a storage that no handle stands for but a recipe reads, or a replay made on its way."""
+
+    HOLD = "hold"  # stays until room is needed
+    DROP = "drop"  # goes at once, and is made again if it is asked for
+
+
 class Kind(StrEnum):
     """Where a record's bytes come from, which decides whether they count and whether they may be evicted."""
 

@@ -73,6 +73,7 @@ class Core:
         self.module = ""  # qualified name of the module now running, where the session knows it
         self.at_pack: Callable[[], None] = _nothing  # turns the recorder on and off
         self.at_unpack: Callable[[], None] = _nothing  # takes it out of backward's way
+        self.may_watch = True  # while steps are traced, every saved tensor is looked after
         self.closing = False
         self._ids = itertools.count()
         self._records: dict[int, int] = {}  # storage identity -> record
@@ -262,7 +263,7 @@ class Core:
         """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""
         if self.watch.count:
             return True
-        return self.engine.may_only_watch and self.engine.ledger.handles == 0
+        return self.engine.may_only_watch and self.engine.ledger.handles == 0 and self.may_watch
 
     def watched_too_much(self) -> bool:
         """Whether what is watched is over the limit."""
@@ -338,13 +339,21 @@ class Core:
     def rescued(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the user's op; out of device memory, evict all that can go and run it once more (rule 13)."""
         try:
-            return func(*args, **kwargs)
+            return self._outside(func, args, kwargs)
         except torch.OutOfMemoryError:
             with self:
                 self.oom_rescues += 1
                 self.run(self.engine.rescue(time.perf_counter_ns()))
                 self.device.trim()
-        return func(*args, **kwargs)
+        return self._outside(func, args, kwargs)
+
+    def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op of the program's: for it, `inside` is False."""
+        owner, self._owner = self._owner, 0
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._owner = owner
 
     # -- instructions ---------------------------------------------------------------------------------------------
     def run(self, instructions: Iterable[Instruction]) -> None:

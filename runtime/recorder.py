@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
         with core.entered():
-            written = _written(facts, facts.statistics_written(args), args, kwargs)
+            written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
             preserved = core.before_overwrite(written)
             result = core.rescued(func, args, kwargs)
             core.versions_ended(core.overwritten(written, preserved))
@@ -74,9 +74,9 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         core = self._core
         statistics = facts.statistics_written(args)
-        call = strip(_without(args, statistics), kwargs)
+        call = strip(without_statistics(args, statistics), kwargs)
         with core.entered():
-            written = _written(facts, statistics, args, kwargs)
+            written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
             preserved = core.before_overwrite(written)
             generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
@@ -147,7 +147,9 @@ class Recorder(TorchDispatchMode):
         return may and (not facts.seeded or generator is not None) and all(is_plain(tensor) for tensor in results)
 
 
-def _written(facts: OpFacts, statistics: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def tensors_written(
+    facts: OpFacts, statistics: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
     """The tensors among the arguments that the op writes into."""
     written: list[Tensor] = []
     for where in (*facts.mutates, *statistics):
@@ -156,7 +158,7 @@ def _written(facts: OpFacts, statistics: Sequence[int], args: Sequence[Any], kwa
     return written
 
 
-def _without(args: Sequence[Any], statistics: Sequence[int]) -> Sequence[Any]:
+def without_statistics(args: Sequence[Any], statistics: Sequence[int]) -> Sequence[Any]:
     """The arguments with scratch space in place of batch-norm statistics."""
     if not statistics:
         return args

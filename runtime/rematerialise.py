@@ -21,16 +21,13 @@ class Rematerialiser:
 
     def bring_back(self, record: int) -> None:
         """Replay what is missing for `record`; afterwards it is held. RecomputeMismatchError where a replay differs."""
-        engine = self._core.engine
-        chain = engine.replay_order(record)
-        done = 0
+        core, engine = self._core, self._core.engine
+        walk = engine.descend(record, time.perf_counter_ns())
         try:
-            for op in chain:
+            while (op := walk.next(time.perf_counter_ns())) is not None:
                 self._replay(op)
-                done += 1
         finally:
-            if done < len(chain):
-                engine.replay_failed(chain[done:])
+            core.run(engine.end_descent())
 
     def _replay(self, op: OpInfo) -> None:
         core, engine = self._core, self._core.engine
@@ -48,7 +45,7 @@ class Rematerialiser:
             slot.ref = core.track(storages[made], made)
         for source in stolen:  # its storage belongs to the new version now
             core.slots[source].ref = core.slots[source].storage = None
-        core.run(engine.replayed(op, wanted, time.perf_counter_ns()))
+        core.run(engine.replayed(op, wanted))
         for source in stolen:
             core.run(engine.storage_gone(source))
         core.spent(ended_ns - began_ns)

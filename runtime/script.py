@@ -13,32 +13,42 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import delta
-from delta.errors import DeltaError
+from delta.errors import DeltaError, TraceError
 from delta.report import Report
+from delta.trace import Recording, read, summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The arguments of `delta.evict`, and where the report goes besides stderr (a JSON file)."""
+    """The arguments of `delta.evict`, and where the report goes besides stderr (a JSON file).
+
+    With `trace` given, what was recorded is summed up on stderr too.
+    """
 
     policy: str = "delta"
     budget: str | None = None
     activations: str | None = None
     timeline: str | None = None
+    trace: Recording | None = None
     report: str | None = None
 
 
 def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> None:
     """Run the script as ``__main__``. The report is printed on stderr at the end, also when the script failed.
 
-    SystemExit passes through, so the exit code is the script's. Another exception of the script is printed without
-    Delta's own frames and exits with 1, as the interpreter would. Raises DeltaError for options that make no sense.
+    SystemExit with a code passes through, so the exit code is the script's. Another exception of the script is printed
+    without Delta's own frames and exits with 1, as the interpreter would. Raises DeltaError for options that make no
+    sense, and TraceError if no step could be recorded.
     """
     path = Path(script)
     if not path.is_file():
         raise DeltaError(f"script={script!r}: there is no such file")
     run = delta.evict(
-        budget=options.budget, activations=options.activations, policy=options.policy, timeline=options.timeline
+        budget=options.budget,
+        activations=options.activations,
+        policy=options.policy,
+        timeline=options.timeline,
+        trace=options.trace,
     )
     ending = ExitStack()
     ending.enter_context(run)  # on its own: options that are refused here end without a report
@@ -47,11 +57,16 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
             runpy.run_path(str(path), run_name="__main__")
     except DeltaError:
         raise
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
     except Exception as error:
         _print_like_interpreter(error, path)
         raise SystemExit(1) from error
     finally:
         _publish(run.report(), options.report)
+    if options.trace is not None:
+        _sum_up(run.traces, options.trace)
 
 
 @contextmanager
@@ -82,3 +97,13 @@ def _publish(report: Report, file: str | None) -> None:
         Path(file).write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise DeltaError(f"report={file!r}: cannot be written: {error.strerror or error}") from error
+
+
+def _sum_up(traces: Sequence[Path], asked: Recording) -> None:
+    if not traces:
+        raise TraceError(
+            f"trace={str(asked.path)!r}: no step was recorded; the script has to run {asked.skip + 1} training steps, "
+            "each with a backward"
+        )
+    for file in traces:
+        print(f"{file}: {summary(read(file))}", file=sys.stderr)

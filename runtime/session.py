@@ -7,12 +7,13 @@ import threading
 import weakref
 from contextlib import ContextDecorator, ExitStack
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from delta.budget import Budget
 from delta.config import Policy
@@ -28,7 +29,9 @@ from delta.runtime.modules import ModuleNames
 from delta.runtime.persistent import Persistent
 from delta.runtime.recorder import Recorder
 from delta.runtime.settle import settle_kernels
+from delta.runtime.tracer import Tracer
 from delta.timeline import Timeline
+from delta.trace import Recording
 from delta.types import Link
 from delta.units import Bytes, Share, parse_size
 
@@ -48,13 +51,13 @@ class evict(ContextDecorator):
     ``activations``: bytes of saved activations that may be resident (``"2GiB"``, or ``"40%"`` of what the step would
     hold if nothing were evicted). Give one of them, or neither to watch and report only. ``policy``: a shipped name, a
     path to a YAML file, or a `delta.Policy`. ``model``: optional; names modules in rules. ``timeline``: a file for the
-    events of the run. ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the first CUDA
-    device, else the CPU.
+    events of the run. ``trace``: a file for the first step as a trace, or a `delta.trace.Recording` of other steps.
+    ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the first CUDA device, else the CPU.
 
     Usable as a decorator and one block after the other, not nested. A backward after the block has ended still works.
 
     Raises BudgetError (budget unreadable, or given twice), PolicyError, SwapError (spill directory), TimelineError,
-    NestedSessionError.
+    TraceError, NestedSessionError.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class evict(ContextDecorator):
         activations: int | str | Bytes | Share | None = None,
         policy: str | os.PathLike[str] | Policy = "delta",
         timeline: str | os.PathLike[str] | None = None,
+        trace: str | os.PathLike[str] | Recording | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         if budget is not None and activations is not None:
@@ -77,10 +81,11 @@ class evict(ContextDecorator):
         self._activations = None if activations is None else parse_size(activations, what="activations")
         self._model = weakref.ref(model) if model is not None else None
         self._timeline = timeline
+        self._trace = Recording(Path(trace)) if isinstance(trace, str | os.PathLike) else trace
         self._device_name = device if device is not None else _device_of(model)
         self._core: Core | None = None
         self._stack: ExitStack | None = None
-        self._recorder: _Switch | None = None
+        self._tracer: Tracer | None = None
 
     # -- the block ------------------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
@@ -103,6 +108,11 @@ class evict(ContextDecorator):
         stack.close()
         if self._core is not None and kind is None:
             self._core.raise_warnings()
+
+    @property
+    def traces(self) -> tuple[Path, ...]:
+        """The files of the steps recorded so far."""
+        return tuple(self._tracer.files) if self._tracer is not None else ()
 
     def report(self) -> Report:
         """What the run did so far, or in all once the block has ended."""
@@ -156,12 +166,16 @@ class evict(ContextDecorator):
         stack.callback(daemon.stop)
         if model is not None and (timeline.active or any(rule.module for rule in self.policy.rules)):
             stack.enter_context(ModuleNames(core, model))
-        switch = _Switch(Recorder(core), core)
+        hooks = Hooks(core)
+        if self._trace is not None:
+            self._tracer = Tracer(core, hooks, self._trace, _measured(device))
+            stack.callback(self._tracer.finish)
+        switch = _Switch(Recorder(core), core, self._tracer)
         stack.callback(switch.off)
         core.at_pack, core.at_unpack = switch.follow, switch.step_aside
         switch.follow()
-        hooks = Hooks(core)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack))
+        pair = hooks if self._tracer is None else self._tracer
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pair.pack, pair.unpack))
 
     def _limit(self, device: Device) -> Budget:
         if self._budget is None:
@@ -184,22 +198,22 @@ class evict(ContextDecorator):
 
 
 class _Switch:
-    """Puts the recorder on the mode stack and takes it off, only where the stack is as the block found it.
+    """Puts tracer and recorder on the mode stack and takes them off, only where the stack is as the block found it.
 
     In between another mode of the user's may lie above ours, and leaving a mode takes off whatever is on top.
     """
 
-    def __init__(self, recorder: Recorder, core: Core) -> None:
-        self._recorder, self._core = recorder, core
+    def __init__(self, recorder: Recorder, core: Core, tracer: Tracer | None) -> None:
+        self._recorder, self._core, self._tracer = recorder, core, tracer
         self._depth = torch._C._len_torch_dispatch_stack()
-        self._on = False
+        self._on: list[TorchDispatchMode] = []  # the last one on top
 
     def follow(self) -> None:
-        """Do as the engine wants, if the stack allows it now."""
-        wanted = self._core.engine.wants_recorder
-        if wanted is self._on or torch._C._current_graph_task_id() != -1:
+        """Do as the engine and the tracer want, if the stack allows it now."""
+        wanted = self._wanted()
+        if wanted == self._on or torch._C._current_graph_task_id() != -1:
             return
-        if torch._C._len_torch_dispatch_stack() != self._depth + self._on:
+        if torch._C._len_torch_dispatch_stack() != self._depth + len(self._on):
             return
         self._turn(wanted)
 
@@ -209,27 +223,40 @@ class _Switch:
         Some backward formulas (that of `prod`, for one) compute differently while any dispatch mode is on the stack, so
         plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended.
         """
-        if not self._on or torch._C._current_graph_task_id() == -1:
+        if self._recorder not in self._on or torch._C._current_graph_task_id() == -1:
             return
         if _get_current_dispatch_mode() is self._recorder:
             torch._C._pop_torch_dispatch_stack(None)
 
     def off(self) -> None:
-        if self._on:
-            self._turn(False)
+        self._turn([])
 
-    def _turn(self, on: bool) -> None:
-        if on:
-            self._recorder.__enter__()  # type: ignore[no-untyped-call]
-        else:
-            self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._on = on
-        self._core.engine.recording(on)
+    def _wanted(self) -> list[TorchDispatchMode]:
+        wanted: list[TorchDispatchMode] = []
+        if self._tracer is not None and self._tracer.wanted:
+            wanted.append(self._tracer)
+        if self._core.engine.wants_recorder:
+            wanted.append(self._recorder)
+        return wanted
+
+    def _turn(self, wanted: list[TorchDispatchMode]) -> None:
+        recorded = self._recorder in self._on
+        while self._on:
+            self._on.pop().__exit__(None, None, None)
+        for mode in wanted:
+            mode.__enter__()
+            self._on.append(mode)
+        if recorded is not (self._recorder in wanted):
+            self._core.engine.recording(not recorded)
 
 
 def _link(device: Device, budget: Budget) -> Link:
     if budget.unlimited:
         return Link(1e9, 1e9)
+    return _measured(device)
+
+
+def _measured(device: Device) -> Link:
     speed = device.bandwidth()
     return Link(speed.out_bytes_per_s, speed.in_bytes_per_s, INTERFERENCE[device.kind])
 

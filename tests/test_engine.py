@@ -375,13 +375,16 @@ def test_what_a_replay_may_overwrite_without_a_copy():
     toy.save(3, 30)
     toy.let_go(1, 3)
     toy._do(toy.engine.rescue(40))
-    chain = toy.engine.replay_order(3)
-    assert [op.outputs[0] for op in chain] == [1, 2, 3]
-    for op in chain[:2]:
+    walk = toy.engine.descend(3, 50)
+    for made in (1, 2):
+        op = walk.next(50)
+        assert op is not None and op.outputs == (made,)
         toy._replay(op)
-    assert toy.engine.stealable(chain[2]) == {2}
+    last = walk.next(50)
+    assert last is not None and last.outputs == (3,)
+    assert toy.engine.stealable(last) == {2}
     toy.engine.ledger[2].pins += 1  # somebody else reads it as well
-    assert toy.engine.stealable(chain[2]) == frozenset()
+    assert toy.engine.stealable(last) == frozenset()
 
 
 # -- the host tier fails ----------------------------------------------------------------------------------------------

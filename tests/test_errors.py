@@ -11,6 +11,7 @@ TREE = {
     "BudgetError": errors.DeltaError,
     "PolicyError": errors.DeltaError,
     "TimelineError": errors.DeltaError,
+    "TraceError": errors.DeltaError,
     "NestedSessionError": errors.DeltaError,
     "RecomputeMismatchError": errors.DeltaError,
     "StorageModifiedError": errors.DeltaError,
@@ -37,6 +38,7 @@ def test_parents(name, parent):
     [
         ("PolicyError", ValueError),
         ("TimelineError", ValueError),
+        ("TraceError", ValueError),
         ("NestedSessionError", RuntimeError),
         ("RecomputeMismatchError", RuntimeError),
         ("StorageModifiedError", RuntimeError),  # autograd raises RuntimeError for the same mistake

@@ -85,8 +85,10 @@ class Toy:
         done = self._do(self.engine.need(record, at))
         now = self.engine.ledger.resolve(record)
         if not self.engine.ledger[now].held and self.engine.ledger[now].kind is not Kind.PARAMETER:
-            for op in self.engine.replay_order(record):
+            walk = self.engine.descend(record, at)
+            while (op := walk.next(at)) is not None:
                 done += self._replay(op)
+            done += self._do(self.engine.end_descent())
         if now in self.coming:
             done += self.copy_ends(now)
         assert now in self.mine | self.program, f"record {now} was not brought back"
@@ -130,7 +132,7 @@ class Toy:
         made = self.engine.made_again(op)
         self.mine |= set(made)
         self.replayed.append(op.outputs[0])
-        return done + self._do(self.engine.replayed(op, made, self.now))
+        return done + self._do(self.engine.replayed(op, made))
 
     def _do(self, instructions: Iterable[Instruction]) -> list[Instruction]:
         self.engine.ledger.validate()

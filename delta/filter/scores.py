@@ -7,6 +7,9 @@
 `delta-paper`    min(c_r, c_s) / (m * s) of DELTA (ACM TACO 2024): recompute cost with evicted ancestors against the
                  whole, unhidden swap out and back; s is the time since the last access. The published code divides
                  bytes per microsecond by nanoseconds, which favours swap a thousandfold; here both are ns.
+`dtr`            cost / (m * s): h_DTR (Kirisame et al., ICLR 2021, section 4.2). Which cost it is, `filter.cost` says.
+`msps`           cost / m: most memory saved per second of recomputation (Capuchin, ASPLOS 2020), with the cost of the
+                 missing ancestors as DTR's simulator has it.
 `size-staleness` 1 / (m * s): the filter of DELTA's first version (arXiv 2203.15980) as its code has it.
 `lru`            least recently used first.
 `size`           largest first.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Candidate:
 
     record: int
     nbytes: int
-    cost_ns: int  # of the cheapest allowed action, as the policy's director counts it
+    cost_ns: int  # as `filter.cost` says: by default, of the cheapest action as the policy's director counts it
     stale_ns: int  # since the last access
     until_use_ns: int | None  # to the next use, where the step is known
 
@@ -39,6 +43,15 @@ def delta(candidate: Candidate) -> float:
 
 def delta_paper(candidate: Candidate) -> float:
     return (candidate.cost_ns + 1) / (candidate.nbytes * (candidate.stale_ns + 1))
+
+
+def dtr(candidate: Candidate) -> float:
+    weight = candidate.nbytes * candidate.stale_ns
+    return candidate.cost_ns / weight if weight else inf
+
+
+def msps(candidate: Candidate) -> float:
+    return candidate.cost_ns / candidate.nbytes if candidate.nbytes else inf
 
 
 def size_staleness(candidate: Candidate) -> float:
@@ -56,6 +69,8 @@ def size(candidate: Candidate) -> float:
 SCORES: dict[str, Score] = {
     "delta": delta,
     "delta-paper": delta_paper,
+    "dtr": dtr,
+    "msps": msps,
     "size-staleness": size_staleness,
     "lru": lru,
     "size": size,

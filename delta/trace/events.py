@@ -24,7 +24,10 @@ class Evictable(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A storage that is there before the step and stays: a parameter, a buffer, an input."""
+    """A storage that is there before the step and stays: a parameter, a buffer, an input.
+
+    It counts from where it stands in the trace. `Save` on one: autograd saved an input; parameters are never saved.
+    """
 
     storage: int
     nbytes: int
@@ -35,7 +38,9 @@ class Op:
     """One op ran. `outputs` are new storages, `nbytes` their sizes; an op that only makes views has none.
 
     `overwrites`: inputs whose storage the op wrote in place, so that it holds the output now and a replay works on a
-    copy. `workspace_bytes`: what the op needs besides, while it runs.
+    copy. `overwrites[i]` became `outputs[i]`: no bytes are added, the old number is gone without a `Free`, and its
+    handles count for the new one, as autograd's follow the storage. `workspace_bytes`: what the op needs besides,
+    while it runs.
     """
 
     name: str
@@ -71,7 +76,7 @@ class Unsave:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The program's last reference is gone."""
+    """The program's last reference is gone, at most once for a storage; one with handles exists until they die too."""
 
     storage: int
 

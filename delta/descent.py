@@ -1,0 +1,90 @@
+"""Which ops to replay to bring one record back, one after the other.
+
+Depth first from the record: what an op reads is pinned when the op is reached, missing inputs are made again first, the
+earliest op first, and only then the op itself runs (DTR's materialisation: Kirisame et al., ICLR 2021, section 3). Only
+the ops on the way down pin anything, so whatever else the chain makes may go again while room is short, and is made
+once more if it is asked for after that. An explicit stack, no recursion (rule 7).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from delta.ledger import Ledger, LedgerError
+from delta.types import OpInfo
+
+
+class Descent:
+    """The walk to one missing record at a time: `begin`, then for each op that `next` gives, replay it and call `ran`;
+    `abandon` at the end, finished or not."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._stack: list[OpInfo] = []
+        self._pending: set[int] = set()
+        self._readers: Counter[int] = Counter()  # pending ops that read each record
+
+    def begin(self, record: int, now_ns: int) -> None:
+        """Start on the way to a record. LedgerError where it is gone and cannot be replayed."""
+        for op in self._ledger.missing_ops(record):
+            self._expect(op)
+        if self._pending:
+            self._enter(self._maker(record), now_ns)
+
+    def next(self, now_ns: int) -> OpInfo | None:
+        """The op to replay now: all that it reads is there. None: the record is back."""
+        while self._stack:
+            missing = [r for r in self._stack[-1].inputs if self._missing(r)]
+            if not missing:
+                return self._stack[-1]
+            self._enter(self._maker(missing[0]), now_ns)
+        return None
+
+    def ran(self) -> None:
+        """The op that `next` gave has run; its inputs are not pinned for it any more."""
+        op = self._stack.pop()
+        self._pending.discard(op.id)
+        self._unpin(op)
+        self._readers.subtract(op.inputs)
+
+    def wants(self, record: int) -> bool:
+        """Whether an op of this walk is going to read the record."""
+        return self._readers[record] > 0
+
+    def abandon(self) -> list[int]:
+        """The walk is over. Returns the records that were still wanted: nothing is pinned or wanted any more."""
+        while self._stack:
+            self._unpin(self._stack.pop())
+        wanted = [record for record, readers in self._readers.items() if readers > 0]
+        self._readers.clear()
+        self._pending.clear()
+        return wanted
+
+    def _missing(self, record: int) -> bool:
+        rec = self._ledger[record]
+        return not rec.available and not rec.alive
+
+    def _maker(self, record: int) -> OpInfo:
+        op_id = self._ledger[record].op
+        op = self._ledger.ops.get(op_id) if op_id is not None else None
+        if op is None or not op.replayable:
+            raise LedgerError(f"record {record} is gone and cannot be replayed")
+        return op
+
+    def _expect(self, op: OpInfo) -> None:
+        if op.id not in self._pending:
+            self._pending.add(op.id)
+            self._readers.update(op.inputs)
+
+    def _enter(self, op: OpInfo, now_ns: int) -> None:
+        if op in self._stack:
+            raise LedgerError(f"op {op.id} ({op.name}) needs its own result")
+        self._expect(op)
+        self._stack.append(op)
+        for source in op.inputs:
+            self._ledger[source].pins += 1
+            self._ledger[source].used_ns = now_ns
+
+    def _unpin(self, op: OpInfo) -> None:
+        for source in op.inputs:
+            self._ledger.unpin(source)

@@ -1,0 +1,83 @@
+"""The virtual device: a clock, two directions of a link, memory, and a log of everything that happened on it.
+
+Nothing here decides. The log is what `delta.simulate.checker` checks a schedule by, knowing nothing of the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from delta.types import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One physical action, over storages as the device numbers them. `what`: alloc, free, run, out or in; `reads` and
+    `storages`: what it read, and what it made or moved."""
+
+    what: str
+    began_ns: int
+    ended_ns: int
+    storages: tuple[int, ...]
+    reads: tuple[int, ...] = ()
+
+
+class DeviceFull(Exception):
+    """An allocation does not fit: the schedule is infeasible."""
+
+
+@dataclass(slots=True)
+class Machine:
+    """`capacity_bytes` is what storages may take together; None: as much as they like."""
+
+    link: Link | None
+    capacity_bytes: int | None = None
+    now_ns: int = 0
+    used_bytes: int = 0
+    peak_bytes: int = 0
+    stall_ns: int = 0
+    moved_out_bytes: int = 0
+    log: list[Entry] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)  # every storage that was ever allocated
+    _out_free_ns: int = 0
+    _in_free_ns: int = 0
+
+    def allocate(self, storage: int, nbytes: int) -> None:
+        if self.capacity_bytes is not None and self.used_bytes + nbytes > self.capacity_bytes:
+            raise DeviceFull
+        self.nbytes[storage] = nbytes
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.log.append(Entry("alloc", self.now_ns, self.now_ns, (storage,)))
+
+    def free(self, storage: int) -> None:
+        self.used_bytes -= self.nbytes[storage]
+        self.log.append(Entry("free", self.now_ns, self.now_ns, (storage,)))
+
+    def run(self, cost_ns: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> None:
+        """The compute stream is busy; what it makes has been allocated."""
+        began_ns, self.now_ns = self.now_ns, self.now_ns + cost_ns
+        self.log.append(Entry("run", began_ns, self.now_ns, makes, reads))
+
+    def copy_out(self, storage: int) -> int:
+        """Queue a copy to the host; returns when it will have ended."""
+        assert self.link is not None
+        began_ns = max(self.now_ns, self._out_free_ns)
+        self._out_free_ns = began_ns + self.link.out_ns(self.nbytes[storage])
+        self.moved_out_bytes += self.nbytes[storage]
+        self.log.append(Entry("out", began_ns, self._out_free_ns, (storage,)))
+        return self._out_free_ns
+
+    def copy_in(self, storage: int) -> int:
+        """Queue a copy back into a storage that has been allocated; returns when it will have ended."""
+        assert self.link is not None
+        began_ns = max(self.now_ns, self._in_free_ns)
+        self._in_free_ns = began_ns + self.link.in_ns(self.nbytes[storage])
+        self.log.append(Entry("in", began_ns, self._in_free_ns, (storage,)))
+        return self._in_free_ns
+
+    def wait_until(self, then_ns: int) -> None:
+        """Compute stands still until a copy has ended."""
+        if then_ns > self.now_ns:
+            self.stall_ns += then_ns - self.now_ns
+            self.now_ns = then_ns

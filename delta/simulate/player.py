@@ -1,0 +1,237 @@
+"""Plays a trace against the engine: the counterpart of `delta.runtime.core` on a virtual device.
+
+The engine, its filter, director and planner are the ones that run on real devices. The player reports the events of the
+trace to it and carries its instructions out on the `Machine`; it decides nothing. Time is the machine's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from delta.engine import Engine
+from delta.simulate.machine import Machine
+from delta.trace.events import Backward, Constant, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
+from delta.types import (
+    AwaitOut,
+    Drop,
+    Forget,
+    Hold,
+    Instruction,
+    Kind,
+    OpInfo,
+    Preserve,
+    Release,
+    SwapIn,
+    SwapOut,
+)
+
+
+class Thrash(Exception):
+    """Replays took more time than the step itself: given up."""
+
+
+class Player:
+    """One engine on one machine, over any number of steps of one trace."""
+
+    def __init__(self, trace: Trace, engine: Engine, machine: Machine) -> None:
+        self.engine, self.machine = engine, machine
+        self.replay_ns = 0  # in the step at hand
+        self._trace = trace
+        self._all = trace.evictable is Evictable.ALL
+        self._record: dict[int, int] = {}  # storage of the trace -> record
+        self._ids, self._op_ids = count(), count()
+        self._program: set[int] = set()  # records the program itself keeps alive
+        self._constants: dict[int, int] = {}
+        self._going: dict[int, int] = {}  # record -> when its copy out ends
+        self._coming: dict[int, int] = {}
+        self._results: list[int] = []
+        self._backward = False
+        self._limit_ns = trace.base_ns
+
+    def step(self) -> None:
+        """Play the trace once. DeviceFull or Thrash where it cannot be done."""
+        self._record = dict(self._constants)
+        self._results.clear()
+        self._backward = False
+        self.replay_ns = 0
+        for event in self._trace.events:
+            self._poll()
+            match event:
+                case Constant(storage, nbytes):
+                    self._constant(storage, nbytes)
+                case Op():
+                    self._op(event)
+                case Save(storage):
+                    self._save(self._record[storage])
+                case Need(storage):
+                    self._bring([self._record[storage]])
+                    self._served([self._record[storage]])
+                case Unsave(storage):
+                    self._do(self.engine.unsaved(self._record[storage], self._now))
+                case Free(storage):
+                    self._free(self._record[storage])
+                case Result(storage):
+                    self._results.append(self._record[storage])
+                case Backward():
+                    self._backward = True
+        self._end()
+
+    @property
+    def _now(self) -> int:
+        return self.machine.now_ns
+
+    # -- the trace ------------------------------------------------------------------------------------------------
+    def _constant(self, storage: int, nbytes: int) -> None:
+        if storage in self._constants:
+            return
+        record = self._constants[storage] = self._record[storage] = next(self._ids)
+        self.machine.allocate(record, nbytes)
+        self.machine.run(0, (), (record,))
+        self._program.add(record)
+        self.engine.created(record, nbytes, Kind.PARAMETER, self._now)
+
+    def _op(self, op: Op) -> None:
+        reads = tuple(self._record[storage] for storage in op.inputs)
+        if self._all:
+            self._bring(reads)
+            self._do(self.engine.allocating(sum(op.nbytes), self._now))
+        makes = tuple(next(self._ids) for _ in op.outputs)
+        for made, nbytes in zip(makes, op.nbytes, strict=True):
+            self.machine.allocate(made, nbytes)
+        self.machine.run(op.cost_ns, reads, makes)
+        self._program.update(makes)
+        self._record.update(zip(op.outputs, makes, strict=True))
+        if self._all or not self._backward:
+            self._tell(op, reads, makes)
+        if self._all:
+            for made in makes:
+                self._save(made)
+                self._program.discard(made)  # its references are the handles
+            self._served(reads)
+
+    def _tell(self, op: Op, reads: tuple[int, ...], makes: tuple[int, ...]) -> None:
+        for made, nbytes in zip(makes, op.nbytes, strict=True):
+            self.engine.created(made, nbytes, Kind.ACTIVATION, self._now)
+        if makes:
+            overwrites = tuple(self._record[storage] for storage in op.overwrites)
+            reads = tuple(dict.fromkeys(reads))
+            info = OpInfo(next(self._op_ids), op.name, reads, makes, op.cost_ns, op.replayable, overwrites)
+            self.engine.op_ran(info)
+
+    def _save(self, record: int) -> None:
+        signature = self.engine.ledger[record].nbytes
+        self._do(self.engine.saved(record, signature, self._now))
+
+    def _free(self, record: int) -> None:
+        """The program's last reference is gone: in a trace where everything may go, that is the handle."""
+        if self._all:
+            self._do(self.engine.unsaved(record, self._now))
+            return
+        self._program.discard(record)
+        self._do(self._died(record))
+
+    def _end(self) -> None:
+        """What the program still refers to has to be there; then the step is over."""
+        for record in self._results:
+            self._bring([record])
+        for record in self._results:
+            self._do(self.engine.served(record))
+        for record in self._results:
+            self._free(record)
+
+    # -- bringing back --------------------------------------------------------------------------------------------
+    def _bring(self, records: Sequence[int]) -> None:
+        """All of these are resident and pinned afterwards; those that are there already are pinned first."""
+        ledger = self.engine.ledger
+        records = [record for record in records if ledger[record].kind is not Kind.PARAMETER]
+        records.sort(key=lambda record: not ledger[record].held)
+        for record in records:
+            self._do(self.engine.need(record, self._now))
+        for record in records:
+            if not ledger[record].held:
+                self._replay(record)
+            self._ready(record)
+
+    def _served(self, records: Iterable[int]) -> None:
+        for record in records:
+            if self.engine.ledger[record].kind is not Kind.PARAMETER:
+                self._do(self.engine.served(record))
+        self._do(self.engine.prefetch(self._now))
+
+    def _replay(self, record: int) -> None:
+        walk = self.engine.descend(record, self._now)
+        try:
+            while (op := walk.next(self._now)) is not None:
+                self._replay_op(op)
+        finally:
+            self._do(self.engine.end_descent())
+
+    def _replay_op(self, op: OpInfo) -> None:
+        engine, machine = self.engine, self.machine
+        self._do(engine.before_replay(op, self._now))
+        for source in op.inputs:
+            self._ready(source)
+        made = engine.made_again(op)
+        twins = {record: next(self._ids) for record in op.outputs if record not in made}  # made once more, for nothing
+        for record in op.outputs:
+            machine.allocate(twins.get(record, record), machine.nbytes[record])
+        machine.run(op.cost_ns, op.inputs, tuple(twins.get(record, record) for record in op.outputs))
+        for twin in twins.values():
+            machine.free(twin)
+        engine.lost(op.cost_ns)
+        self.replay_ns += op.cost_ns
+        if self.replay_ns > self._limit_ns:
+            raise Thrash
+        self._do(engine.replayed(op, made))
+
+    def _ready(self, record: int) -> None:
+        """Wait for the copy back, if the record is on its way."""
+        if record in self._coming:
+            self._wait(self._coming[record])
+            self._poll()
+
+    # -- the machine ----------------------------------------------------------------------------------------------
+    def _wait(self, then_ns: int) -> None:
+        before_ns = self._now
+        self.machine.wait_until(then_ns)
+        self.engine.lost(self._now - before_ns)
+
+    def _poll(self) -> None:
+        """Tell the engine of the copies that have ended by now."""
+        for record, done_ns in list(self._going.items()):
+            if done_ns <= self._now and self._going.pop(record, None) is not None:
+                self._do(self.engine.copied_out(record))
+        for record, done_ns in list(self._coming.items()):
+            if done_ns <= self._now and self._coming.pop(record, None) is not None:
+                self._do(self.engine.copied_in(record))
+
+    def _do(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Drop(record, _) | Release(record):
+                    self._do(self._died(record))
+                case SwapOut(record, wait):
+                    self._going[record] = self.machine.copy_out(record)
+                    if wait:
+                        self._await_out(record)
+                case AwaitOut(record):
+                    self._await_out(record)
+                case SwapIn(record):
+                    self.machine.allocate(record, self.engine.ledger[record].nbytes)
+                    self._coming[record] = self.machine.copy_in(record)
+                case Hold(_) | Preserve(_) | Forget(_):
+                    pass  # the machine's storages have no owner, and old versions are storages of their own
+
+    def _await_out(self, record: int) -> None:
+        if record in self._going:
+            self._wait(self._going[record])
+            self._poll()
+
+    def _died(self, record: int) -> list[Instruction]:
+        """Delta let go of a storage, or the program did: without either it is free."""
+        rec = self.engine.ledger.records.get(record)
+        if rec is None or rec.held or record in self._program or not rec.alive:
+            return []
+        self.machine.free(record)
+        return self.engine.storage_gone(record)

@@ -1,0 +1,188 @@
+"""Delta's own trace file: JSON lines, a header first, then one event per line, and a line that says it is whole.
+
+::
+
+    {"delta_trace":1,"name":"gpt","evictable":"saved","device":"cpu","link":null,"facts":{"torch":"2.13.0"}}
+    {"ev":"constant","storage":0,"nbytes":4096}
+    {"ev":"op","name":"aten.gelu","inputs":[0],"outputs":[1],"nbytes":[4096],"cost_ns":5210}
+    {"ev":"save","storage":1}
+    {"end":3}
+
+The fields are those of the classes in `delta.trace.events`; one that has its default is left out. A reader of version 1
+refuses kinds and fields it does not know, so a new field means a new version.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from delta.errors import TraceError
+from delta.trace.events import Backward, Constant, Event, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
+from delta.trace.inventory import Inventory
+from delta.trace.source import Source
+from delta.types import Link
+
+VERSION = 1
+VERSION_KEY = "delta_trace"
+_END = "end"
+
+_CLASSES: dict[str, type[Event]] = {
+    kind.__name__.lower(): kind for kind in (Constant, Op, Save, Need, Unsave, Free, Result, Backward)
+}
+_TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in _CLASSES.values()}
+_HEADER = {"name": "str", "evictable": "str", "device": "str", "link": "link", "facts": "dict"}
+_IS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int and value >= 0,
+    "float": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "dict": lambda value: isinstance(value, dict),
+    "link": lambda value: value is None or isinstance(value, dict),
+    "tuple[int, ...]": lambda value: isinstance(value, list) and all(_IS["int"](item) for item in value),
+}
+_WORDS = {
+    "int": "a whole number, not negative",
+    "float": "a finite number",
+    "str": "a text",
+    "bool": "true or false",
+    "dict": "an object",
+    "link": "an object or null",
+    "tuple[int, ...]": "a list of whole numbers, none negative",
+}
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+# -- writing ------------------------------------------------------------------------------------------------------
+def write(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace, compressed when the name ends in ``.gz``. The file is there whole or not at all.
+
+    Raises TraceError if the file cannot be written, or if `read` would refuse it.
+    """
+    target = Path(path)
+    try:
+        text = "".join(line + "\n" for line in _lines(trace)).encode("utf-8")
+    except ValueError as error:
+        raise TraceError(f"trace {os.fspath(path)!r}: not written: {error}") from error
+    data = gzip.compress(text, mtime=0) if target.name.endswith(".gz") else text
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise TraceError(f"trace {os.fspath(path)!r}: cannot be written: {error.strerror or error}") from error
+
+
+def _lines(trace: Trace) -> Iterator[str]:
+    header = {
+        "name": trace.name,
+        "evictable": str(trace.evictable),
+        "device": trace.device,
+        "link": None if trace.link is None else asdict(_link(asdict(trace.link))),
+        "facts": trace.facts,
+    }
+    yield _encode({VERSION_KEY: VERSION, **header})
+    inventory = Inventory()
+    for number, event in enumerate(trace.events):
+        try:
+            inventory.take(event)
+        except ValueError as error:
+            raise ValueError(f"event {number}, {event}: {error}") from error
+        yield _encode({"ev": type(event).__name__.lower(), **_given(event)})
+    inventory.end()
+    yield _encode({_END: len(trace.events)})
+
+
+def _given(event: Event) -> dict[str, Any]:
+    """The fields of an event that do not have their default."""
+    values = {field.name: (getattr(event, field.name), field.default) for field in fields(event)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+def read_own(header: dict[str, Any], rest: Source) -> Trace:
+    """The trace of a file whose header was read already. TraceError for a damaged one."""
+    trace = _header(header, rest)
+    events: list[Event] = []
+    inventory = Inventory()
+    for line in rest:
+        try:
+            if line.keys() == {_END}:
+                _end(line[_END], len(events), inventory)
+                break
+            events.append(_event(line))
+            inventory.take(events[-1])
+        except ValueError as error:
+            raise rest.error(str(error)) from error
+    else:
+        raise rest.cut_off(f"the last line of a whole trace is {_encode({_END: len(events)})}, with its own number")
+    for line in rest:
+        raise rest.error(f"{_encode(line)} stands after the end of the trace")
+    return replace(trace, events=tuple(events))
+
+
+def _header(header: dict[str, Any], source: Source) -> Trace:
+    version = header.pop(VERSION_KEY)
+    if version != VERSION or type(version) is not int:
+        raise source.error(f"{VERSION_KEY} is {version!r}; this version of Delta reads {VERSION}")
+    try:
+        values = _checked(header, _HEADER, "the header")
+        evictable = _evictable(values["evictable"])
+        link = None if values["link"] is None else _link(values["link"])
+        if not all(isinstance(fact, str) for fact in values["facts"].values()):
+            raise ValueError(f"'facts' is {values['facts']!r}, must have texts only")
+    except ValueError as error:
+        raise source.error(str(error)) from error
+    return Trace(values["name"], evictable, (), values["device"], link, values["facts"])
+
+
+def _evictable(given: str) -> Evictable:
+    if given not in set(Evictable):
+        raise ValueError(f"'evictable' is {given!r}, must be {' or '.join(Evictable)}")
+    return Evictable(given)
+
+
+def _link(given: dict[str, Any]) -> Link:
+    values = _checked(given, {field.name: "float" for field in fields(Link)}, "'link'")
+    if not min(values["out_bytes_per_s"], values["in_bytes_per_s"]) > 0 or not 0 <= values["interference"] <= 1:
+        raise ValueError(f"'link' is {given!r}: the speeds must be above 0, the interference a share")
+    return Link(**values)
+
+
+def _event(line: dict[str, Any]) -> Event:
+    kind = line.pop("ev", None)
+    cls = _CLASSES.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ValueError(f"'ev' is {kind!r}; known are {', '.join(_CLASSES)}")
+    values = _checked(line, _TYPES[cls], kind, {field.name for field in fields(cls) if field.default is not MISSING})
+    make: Callable[..., Event] = cls
+    return make(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _end(count: object, events: int, inventory: Inventory) -> None:
+    if count != events or type(count) is not int:
+        raise ValueError(f"the trace ends with {count!r} events, {events} were read: lines are missing")
+    inventory.end()
+
+
+def _checked(
+    given: dict[str, Any], wanted: Mapping[str, str], what: str, optional: Container[str] = ()
+) -> dict[str, Any]:
+    """The same fields, if all are known, none is missing and each has its type."""
+    for name in given.keys() - wanted.keys():
+        raise ValueError(f"{what} has {name!r}, which is unknown; known are {', '.join(wanted)}")
+    for name, typename in wanted.items():
+        if name in given and not _IS[typename](given[name]):
+            raise ValueError(f"{what}: {name!r} is {given[name]!r}, must be {_WORDS[typename]}")
+        if name not in given and name not in optional:
+            raise ValueError(f"{what}: {name!r} is missing")
+    return given

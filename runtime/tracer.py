@@ -1,0 +1,176 @@
+"""`delta.evict(trace=...)`: records steps of the program and writes each to a file (`delta.trace`).
+
+What is recorded is the program: its own ops in forward and backward, what autograd saves and asks for, and when the
+program lets go of storages. What Delta does besides (replays, copies) is left out, so a trace looks the same whether or
+not something was evicted. The optimizer is left out too: a step begins with the first op on something that requires a
+gradient, and is over when all that was saved in it has been let go of and backward has returned, or when a parameter is
+written.
+
+To see backward's ops, a dispatch mode has to be on the stack while backward runs, and some backward formulas (that of
+`prod`, for one) compute differently then: a traced step may differ from plain PyTorch in the last bits. Without
+``trace=`` nothing of this is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from delta.errors import TraceError
+from delta.runtime.hooks import Hooks, Passed
+from delta.runtime.opfacts import OpFacts, facts_of
+from delta.runtime.recompute import results_of, strip
+from delta.runtime.recorder import tensors_written, without_statistics
+from delta.runtime.traced_step import Saved, TracedStep
+from delta.runtime.view import is_plain
+from delta.trace import Evictable, Recording, Trace, write
+from delta.types import Link
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+
+class Tracer(TorchDispatchMode):
+    """Traces while it is on the mode stack, below Delta's recorder, so that an op's time is its own."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let the user's torch.compile keep its compiled regions."""
+        return True
+
+    def __init__(self, core: Core, hooks: Hooks, recording: Recording, link: Link) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._core = core
+        self._hooks = hooks
+        self._recording = recording
+        self._link = link
+        self._step: TracedStep | None = None
+        self._whole = 0  # steps
+        self.files: list[Path] = []
+        _check_place(recording.path)
+        core.may_watch = False  # a tensor that is only watched does not tell when the program lets go of it
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are steps left to record."""
+        return len(self.files) < self._recording.steps
+
+    def finish(self) -> None:
+        """The block ends: a step that is whole is written; if there were too few, that is told."""
+        self._current(begins=False)
+        self._step = None
+        if self.wanted:
+            given = self._recording
+            self._core.engine.totals.warnings.append(
+                f"trace={str(given.path)!r}: {len(self.files)} of {given.steps} steps were recorded: the block ran "
+                f"{self._whole} whole ones, each with its backward, and the first {given.skip} were to be skipped"
+            )
+
+    # -- ops ------------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.wanted or self._core.inside() or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        facts = facts_of(func)
+        if facts.view:
+            return func(*args, **kwargs)
+        call = strip(without_statistics(args, facts.statistics_written(args)), kwargs)
+        step = self._current(begins=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors))
+        written = tensors_written(facts, (), args, kwargs)
+        if step is None or self._after_backward(step, written):
+            return func(*args, **kwargs)
+        inputs, available = step.reads(call.tensors)
+        mark = self._core.clock.start()
+        result = func(*args, **kwargs)
+        token = self._core.clock.stop(mark)
+        results = results_of(result)
+        step.ran(facts.name, inputs, written, results, available and self._replayable(facts, results), token)
+        return result
+
+    def _after_backward(self, step: TracedStep, written: Sequence[Tensor]) -> bool:
+        """Whether an op is the optimizer's, or a metric's: what was saved for an output that is not used in the loss
+        outlives backward. The step is over at the latest when a parameter is written.
+        """
+        if not step.backward_began or _in_backward() or torch.is_grad_enabled():
+            return False
+        if any(tensor.requires_grad for tensor in written):
+            self._end(step)
+        return True
+
+    def _replayable(self, facts: OpFacts, results: Sequence[Tensor]) -> bool:
+        """Whether Delta's recorder makes a recipe for the op: in forward, and where gradients are on."""
+        may = facts.replayable_on_cuda if self._core.device.kind == "cuda" else facts.replayable
+        recorded = torch.is_grad_enabled() and not _in_backward()
+        return may and recorded and all(is_plain(tensor) for tensor in results)
+
+    # -- saved tensors --------------------------------------------------------------------------------------------
+    def pack(self, tensor: Tensor) -> Any:
+        packed = self._hooks.pack(tensor)
+        if not self.wanted or type(packed) is Passed:
+            return packed
+        step = self._current(begins=True)
+        return step.save(tensor, packed) if step is not None else packed
+
+    def unpack(self, packed: Any) -> Tensor:
+        if type(packed) is not Saved:
+            return self._hooks.unpack(packed)
+        step = self._current(begins=False)
+        if step is not packed.step:
+            return self._hooks.unpack(packed.packed)
+        step.need(packed)
+        tensor = self._hooks.unpack(packed.packed)
+        step.given(packed, tensor)
+        return tensor
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+    def _current(self, begins: bool) -> TracedStep | None:
+        """The step under way, up to date. One that is over ends when something happens outside of backward."""
+        in_backward = _in_backward()
+        if self._step is not None:
+            self._step.look(in_backward)
+            if self._step.over and not in_backward:
+                self._end(self._step)
+        if self._step is None and begins and not in_backward and self.wanted:
+            self._step = TracedStep(self._core)
+        return self._step
+
+    def _end(self, step: TracedStep) -> None:
+        self._step = None
+        if not step.backward_began:
+            return  # an evaluation with gradients on
+        self._whole += 1
+        if self._whole <= self._recording.skip:
+            return
+        path = self._recording.file(len(self.files))
+        facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads()), "step": str(self._whole)}
+        name = path.name.partition(".")[0]
+        trace = Trace(name, Evictable.SAVED, step.finish(), self._core.device.kind, self._link, facts)
+        self.files.append(path)
+        self._core.may_watch = not self.wanted
+        try:
+            write(trace, path)
+        except TraceError as error:
+            self._core.engine.totals.warnings.append(str(error))  # training goes on
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _check_place(path: Path) -> None:
+    """A path that cannot be written is told before the first step."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise TraceError(
+            f"trace={str(path)!r}: cannot be written; give a file in a directory that exists and is writable"
+        )
