@@ -65,6 +65,7 @@ class Ledger:
         self.records: dict[int, Record] = {}
         self.ops: dict[int, OpInfo] = {}
         self.held: dict[int, None] = {}  # the records Delta holds, the one that was in use last at the end
+        self.dead_ends: set[int] = set()  # records Delta does not have and no op can make: no replay gets past them
         self.resident_bytes = 0
         self.unevicted_bytes = 0
         self.leaving_bytes = 0
@@ -88,6 +89,7 @@ class Ledger:
             raise LedgerError(f"record {record} exists")
         made = Record(record, nbytes, kind, used_ns=now_ns)
         self.records[record] = made
+        self._look_for_dead_end(made)
         return made
 
     def add_op(self, op: OpInfo) -> None:
@@ -99,6 +101,8 @@ class Ledger:
         for source in op.inputs:
             self.records[source].users.add(op.id)
         self.ops[op.id] = op
+        for output in op.outputs:
+            self._look_for_dead_end(self.records[output])
         self._outputs_left[op.id] = len(op.outputs)
         self._made_bytes[op.id] = sum(self.records[output].nbytes for output in op.outputs)
 
@@ -165,6 +169,7 @@ class Ledger:
             rec.held = True
             rec.alive = True
         self.held[record] = None
+        self._look_for_dead_end(rec)
 
     def let_go(self, record: int) -> None:
         """Delta gives up its reference; the storage stays alive while somebody else uses it."""
@@ -175,11 +180,12 @@ class Ledger:
             raise LedgerError(f"record {record} is being copied out: its device copy must stay")
         if rec.pins:
             raise LedgerError(f"record {record} is in use")
-        if self.needed(record) and rec.host is Host.NONE and not self.recoverable(record):
+        if rec.host is Host.NONE and not self.recoverable(record) and self.needed(record):
             raise LedgerError(f"letting go of record {record} would lose its value")
         with self._recount(rec):
             rec.held = False
         del self.held[record]
+        self._look_for_dead_end(rec)
 
     def gone(self, record: int) -> None:
         """The storage was freed on the device, or overwritten by a newer version."""
@@ -188,6 +194,7 @@ class Ledger:
             raise LedgerError(f"record {record} is held and cannot be gone")
         with self._recount(rec):
             rec.alive = False
+        self._look_for_dead_end(rec)
 
     def unpin(self, record: int) -> None:
         """One use of the record has ended."""
@@ -209,13 +216,14 @@ class Ledger:
             raise LedgerError(f"record {record}: host copy cannot go from {rec.host.value} to {state.value}")
         if state is Host.LEAVING and not rec.held:
             raise LedgerError(f"record {record} is not held and cannot be copied out")
-        if state is Host.NONE and not rec.held and self.needed(record) and not self.recoverable(record):
+        if state is Host.NONE and not rec.held and not self.recoverable(record) and self.needed(record):
             raise LedgerError(f"giving up the host copy of record {record} would lose its value")
         if rec.host is Host.LEAVING:
             self.leaving_bytes -= rec.nbytes
         if state is Host.LEAVING:
             self.leaving_bytes += rec.nbytes
         rec.host = state
+        self._look_for_dead_end(rec)
 
     def back_failed(self, record: int) -> None:
         """A copy back came to nothing: its destination is gone, pinned or not; the host copy is as whole as before."""
@@ -241,6 +249,8 @@ class Ledger:
 
     def _roots(self, record: int, grasp: bool) -> list[int] | None:
         """The merely alive records a replay of `record` would start from; None where it cannot start at all."""
+        if not self.dead_ends:  # every chain ends at something Delta has
+            return [] if self._replayable(self.records[record]) else None
         seen: set[int] = set()
         loose: list[int] = []
         todo = [record]
@@ -340,6 +350,7 @@ class Ledger:
                 idle[rec.id] = None
             elif not rec.alive:
                 del self.records[rec.id]
+                self.dead_ends.discard(rec.id)
                 forgotten.append(rec.id)
                 if rec.op is not None:
                     todo += self._output_left(rec.op)
@@ -357,6 +368,7 @@ class Ledger:
             rec.op = None
             rec.users.clear()
             rec.saved_at = -1
+            self._look_for_dead_end(rec)
         return self.forget_dead(list(self.records))
 
     def restart_peaks(self) -> None:
@@ -389,6 +401,8 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} has {rec.handles} handles and {rec.pins} pins")
             if rec.handles and not rec.available and not rec.alive and not self.recoverable(rec.id):
                 raise LedgerError(f"record {rec.id} is saved, gone, and cannot be brought back")
+        if self.dead_ends != {r.id for r in records if not r.available and not self._replayable(r)}:
+            raise LedgerError("the list of dead ends differs from what the records say")
         if set(self.held) != {r.id for r in records if r.held}:
             raise LedgerError("the list of held records differs from what the records say")
         for op in self.ops.values():
@@ -397,6 +411,16 @@ class Ledger:
         for op_id, left in self._outputs_left.items():
             if left != sum(output in self.records for output in self.ops[op_id].outputs):
                 raise LedgerError(f"op {op_id} counts {left} outputs wrongly")
+
+    def _replayable(self, rec: Record) -> bool:
+        op = self.ops.get(rec.op) if rec.op is not None else None
+        return op is not None and op.replayable
+
+    def _look_for_dead_end(self, rec: Record) -> None:
+        if rec.available or self._replayable(rec):
+            self.dead_ends.discard(rec.id)
+        else:
+            self.dead_ends.add(rec.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
     def _output_left(self, op_id: int) -> Iterator[int]:

@@ -63,6 +63,7 @@ def test_peaks_are_those_of_a_naive_count(trace: Trace) -> None:
     [
         (Constant(1, 1), "storage 1 is made twice"),
         (Constant(9, -1), "storage 9 has -1 bytes"),
+        (Constant(-9, 1), "storage -9 has 1 bytes: neither may be negative"),
         (op((9,), {}), "storage 9 is unknown here"),
         (op((3,), {}), "storage 3 is gone here"),
         (op((), {0: 1}), "storage 0 is made twice"),

@@ -110,7 +110,7 @@ class Inventory:
 
     def _add(self, number: int, nbytes: int, constant: bool = False) -> None:
         _require(number not in self._storages, f"storage {number} is made twice")
-        _require(nbytes >= 0, f"storage {number} has {nbytes} bytes, fewer than none")
+        _require(min(number, nbytes) >= 0, f"storage {number} has {nbytes} bytes: neither may be negative")
         self._storages[number] = _Storage(nbytes, constant)
 
     def _existing(self, number: int) -> _Storage:
