@@ -4,16 +4,24 @@ Commands import what they need when they run, so that ``deltactl policies`` does
 message on stderr and exit code 2.
 """
 
+import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from typer.core import TyperGroup
 
-from delta.errors import DeltaError, TimelineError
+from delta.errors import BudgetError, DeltaError, PolicyError, TimelineError
+from delta.units import Bytes, Share, format_bytes, parse_rate, parse_size
+
+if TYPE_CHECKING:
+    from delta.simulate import Run
 
 
 class _Group(TyperGroup):
@@ -28,6 +36,17 @@ class _Group(TyperGroup):
 
 
 _TRACE = "delta-trace.jsonl.gz"
+_TRACES = Annotated[list[str], typer.Argument(help="Traces of Delta, or logs of DTR.")]
+_POLICIES = Annotated[list[str], typer.Option("--policy", help="A shipped policy or a YAML file; may be repeated.")]
+_BUDGETS = Annotated[
+    list[str],
+    typer.Option("--budget", help="A share of the unevicted peak (0.5, 50%) or a size; may be repeated."),
+]
+_LINK = Annotated[str | None, typer.Option(help="Speed of the link to the host each way, as 25GB/s; else the trace's.")]
+_ALLOCATOR = Annotated[str, typer.Option(help="ideal: bytes only; caching: PyTorch's allocator on CUDA, modelled.")]
+_OVERRIDES = Annotated[
+    list[str] | None, typer.Option("--set", help="Replace a value of the policies: filter.cost=own; may be repeated.")
+]
 _HELP = "Train PyTorch models under a memory budget by evicting saved activations."
 app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
 policies_app = typer.Typer(cls=_Group, invoke_without_command=True)
@@ -120,6 +139,94 @@ def trace(
     recording = Recording(Path(output), skip=skip, steps=steps)
     options = RunOptions(policy=policy, budget=budget, activations=activations, trace=recording)
     run_script(script, arguments or [], options)
+
+
+@app.command()
+def simulate(
+    traces: _TRACES,
+    policy: _POLICIES,
+    budget: _BUDGETS,
+    link: _LINK = None,
+    allocator: _ALLOCATOR = "ideal",
+    override: _OVERRIDES = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each run.")] = False,
+) -> None:
+    """Play recorded steps under policies and budgets on a virtual device."""
+    from delta.simulate.table import to_table
+
+    runs = _simulated(traces, policy, budget, link, allocator, override)
+    if as_json:
+        for done in runs:
+            typer.echo(json.dumps(done.as_dict()))
+    else:
+        found = list(runs)
+        typer.echo(to_table(found))
+        for done in found:
+            if done.why:
+                typer.echo(f"{done.trace}, {done.policy}, {format_bytes(done.budget_bytes)}: {done.why}")
+
+
+@app.command()
+def compare(
+    traces: _TRACES,
+    policy: _POLICIES,
+    budget: _BUDGETS,
+    link: _LINK = None,
+    allocator: _ALLOCATOR = "ideal",
+    override: _OVERRIDES = None,
+    plot: Annotated[str | None, typer.Option(help="Write a page with overhead over budget (needs plotly).")] = None,
+) -> None:
+    """Overheads of policies by budgets, a table for each trace."""
+    from delta.simulate.table import to_grid, write_plot
+
+    runs = list(_simulated(traces, policy, budget, link, allocator, override))
+    typer.echo(to_grid(runs))
+    if plot is not None:
+        write_plot(runs, Path(plot))
+
+
+def _simulated(
+    traces: list[str],
+    policies: list[str],
+    budgets: list[str],
+    link: str | None,
+    allocator: str,
+    override: list[str] | None,
+) -> "Iterator[Run]":
+    """Every trace under every policy and budget; whatever cannot be read is an error before the first run."""
+    from delta.policies.loader import load
+    from delta.simulate import ALLOCATORS, simulate
+    from delta.trace import read
+    from delta.types import Link
+
+    if allocator not in ALLOCATORS:
+        raise BudgetError(f"--allocator {allocator}: allowed are {', '.join(ALLOCATORS)}")
+    rate = parse_rate(link, what="--link") if link is not None else None
+    way = Link(rate, rate) if rate is not None else None
+    overrides = dict(_override(text) for text in override or [])
+    loaded = [load(name, overrides=overrides) for name in policies]
+    sizes = [_budget(text) for text in budgets]
+    for trace in [read(path) for path in traces]:
+        for policy, size in itertools.product(loaded, sizes):
+            yield simulate(trace, policy, size, way or trace.link, allocator, time.perf_counter_ns)
+
+
+def _budget(text: str) -> Bytes | Share:
+    """A size, a share such as 50%, or a share as a number up to 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        return parse_size(text, what="--budget")
+    if 0 < share <= 1:
+        return Share(share)
+    return parse_size(text, what="--budget")
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise PolicyError(f"--set {text}: give KEY=VALUE, such as filter.cost=neighbourhood")
+    return key, yaml.safe_load(value)
 
 
 @policies_app.callback()

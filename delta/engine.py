@@ -353,6 +353,10 @@ class Engine:
         """The limit may have changed (a device budget follows what else is in use)."""
         return self._room.make(0, now_ns)
 
+    def evict_one(self, now_ns: int) -> list[Instruction]:
+        """There is room, but not in one piece: let the filter's first choice go. Empty if nothing can."""
+        return self._room.evict(1, now_ns)
+
     def rescue(self, now_ns: int) -> list[Instruction]:
         """The device is out of memory: evict everything that can go at once."""
         return self._room.evict(self.ledger.resident_bytes, now_ns)

@@ -6,6 +6,7 @@
     ├── BudgetError                          a budget that cannot be read, or cannot be held with `strict: true`
     ├── PolicyError             (ValueError) a policy that cannot be read, or makes no sense
     ├── TimelineError           (ValueError) a timeline file that cannot be read
+    ├── PlotError                            a plot was asked for, and what draws it is not installed
     ├── TraceError              (ValueError) a trace that cannot be read, written or recorded
     ├── NestedSessionError      (RuntimeError) `delta.evict` entered inside another one
     ├── RecomputeMismatchError  (RuntimeError) a replayed op gave something else than the first time
@@ -36,6 +37,10 @@ class TimelineError(DeltaError, ValueError):
 
 class TraceError(DeltaError, ValueError):
     """A trace that is not one, is of another version, is damaged, or cannot be written; names file and line."""
+
+
+class PlotError(DeltaError):
+    """A plot was asked for, and the package that draws it is not installed."""
 
 
 class NestedSessionError(DeltaError, RuntimeError):

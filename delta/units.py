@@ -128,6 +128,17 @@ class _Reader:
         return Share(fraction + 0.0)  # "-0%" is 0%
 
 
+def parse_rate(text: str, *, what: str, error: type[DeltaError] = BudgetError) -> float:
+    """Read bytes per second: ``"25GB/s"``. Raises ``error``."""
+    amount, slash, second = text.partition("/")
+    if not slash or second.strip() != "s":
+        raise error(f"{what}={text!r}: give bytes per second, such as 25GB/s or 12GiB/s")
+    rate = parse_bytes(amount, what=what, error=error)
+    if rate <= 0:
+        raise error(f"{what}={text!r}: a link that moves nothing is none; leave the option out")
+    return float(rate)
+
+
 def format_bytes(nbytes: int) -> str:
     """A size for people, in powers of 1024: ``"0 B"``, ``"512 KiB"``, ``"1.43 GiB"``."""
     return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))

@@ -55,6 +55,7 @@ class Tracer(TorchDispatchMode):
         self._link = link
         self._step: TracedStep | None = None
         self._whole = 0  # steps
+        self._recorded = 0
         self.files: list[Path] = []
         _check_place(recording.path)
         core.may_watch = False  # a tensor that is only watched does not tell when the program lets go of it
@@ -62,7 +63,7 @@ class Tracer(TorchDispatchMode):
     @property
     def wanted(self) -> bool:
         """Whether there are steps left to record."""
-        return len(self.files) < self._recording.steps
+        return self._recorded < self._recording.steps
 
     def finish(self) -> None:
         """The block ends: a step that is whole is written; if there were too few, that is told."""
@@ -71,7 +72,7 @@ class Tracer(TorchDispatchMode):
         if self.wanted:
             given = self._recording
             self._core.engine.totals.warnings.append(
-                f"trace={str(given.path)!r}: {len(self.files)} of {given.steps} steps were recorded: the block ran "
+                f"trace={str(given.path)!r}: {self._recorded} of {given.steps} steps were recorded: the block ran "
                 f"{self._whole} whole ones, each with its backward, and the first {given.skip} were to be skipped"
             )
 
@@ -152,16 +153,17 @@ class Tracer(TorchDispatchMode):
         self._whole += 1
         if self._whole <= self._recording.skip:
             return
-        path = self._recording.file(len(self.files))
+        path = self._recording.file(self._recorded)
+        self._recorded += 1
+        self._core.may_watch = not self.wanted
         facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads()), "step": str(self._whole)}
         name = path.name.partition(".")[0]
-        trace = Trace(name, Evictable.SAVED, step.finish(), self._core.device.kind, self._link, facts)
-        self.files.append(path)
-        self._core.may_watch = not self.wanted
         try:
-            write(trace, path)
+            write(Trace(name, Evictable.SAVED, step.finish(), self._core.device.kind, self._link, facts), path)
         except TraceError as error:
             self._core.engine.totals.warnings.append(str(error))  # training goes on
+        else:
+            self.files.append(path)
 
 
 def _in_backward() -> bool:

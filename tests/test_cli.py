@@ -242,7 +242,13 @@ def test_run_looks_like_the_interpreter_to_the_script(runs: list[FakeRun], tmp_p
     done = deltactl("run", "--budget", "8GiB", path, "--steps", "3", "--", "-x")
     assert done.exit_code == 0, done.output
     assert done.stdout == f"__main__ ['--steps', '3', '--', '-x'] {tmp_path} 5 {path}\n"
-    assert runs[0].arguments == {"budget": "8GiB", "activations": None, "policy": "delta", "timeline": None, "trace": None}
+    assert runs[0].arguments == {
+        "budget": "8GiB",
+        "activations": None,
+        "policy": "delta",
+        "timeline": None,
+        "trace": None,
+    }
     assert not runs[0].open
     assert sys.argv is argv and sys.path is search
     assert "policy fake on cpu\n  steps               3\n" in done.stderr

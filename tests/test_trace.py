@@ -78,7 +78,7 @@ def test_the_file_is_as_documented(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["step.jsonl", "step.jsonl.gz"])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=traces())
 def test_round_trips_are_exact(tmp_path: Path, name: str, trace: Trace) -> None:
     path = tmp_path / name
@@ -169,7 +169,7 @@ def test_a_damaged_compressed_file_is_refused(file: Path) -> None:
     assert "CRC check failed" in refused(file)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_gives_another_error(tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(TEXT.encode())
@@ -269,6 +269,7 @@ def test_summary_without_saves() -> None:
     assert text == "trace log\n  ops        0, 0 ns\n  storages   1, 2 KiB\n  constants  2 KiB\n  peak       2 KiB"
 
 
+@settings(deadline=None)
 @given(traces())
 def test_summary_has_the_peaks(trace: Trace) -> None:
     found = summary(trace)

@@ -1,7 +1,7 @@
 """The inventory: bytes by hand, against a naive count, and every event that cannot happen."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from traces import peaks, traces
 
 from delta.trace import Trace
@@ -51,6 +51,7 @@ def test_what_is_overwritten_becomes_the_output_with_its_handles() -> None:
         inventory.take(op((1,), {}))
 
 
+@settings(deadline=None)
 @given(traces())
 def test_peaks_are_those_of_a_naive_count(trace: Trace) -> None:
     inventory = after(*trace.events)

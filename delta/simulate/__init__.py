@@ -1,0 +1,12 @@
+"""The simulator: a recorded step on a virtual device, under the engine that runs on real ones.
+
+::
+
+    allocator   where storages lie         machine    clock, link, memory, a log
+    player      trace -> engine -> machine  checker    the log, checked without the engine
+    simulation  one run and its figures     table      many runs, for people
+"""
+
+from delta.simulate.simulation import ALLOCATORS, Run, Status, simulate
+
+__all__ = ["ALLOCATORS", "Run", "Status", "simulate"]

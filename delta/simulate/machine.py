@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from delta.simulate.allocator import Allocator
 from delta.types import Link
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One physical action, over storages as the device numbers them. `what`: alloc, free, run, out or in; `reads` and
-    `storages`: what it read, and what it made or moved."""
+    """One physical action, over storages as the device numbers them. `what`: alloc, free, become, run, out
+    or in; `reads` and `storages`: what it read, and what it made or moved."""
 
     what: str
     began_ns: int
@@ -22,37 +23,43 @@ class Entry:
     reads: tuple[int, ...] = ()
 
 
-class DeviceFull(Exception):
-    """An allocation does not fit: the schedule is infeasible."""
-
-
 @dataclass(slots=True)
 class Machine:
-    """`capacity_bytes` is what storages may take together; None: as much as they like."""
+    """A device whose memory `allocator` hands out. Raises OutOfMemory where a storage does not fit."""
 
-    link: Link | None
-    capacity_bytes: int | None = None
+    allocator: Allocator
+    link: Link | None = None
     now_ns: int = 0
     used_bytes: int = 0
     peak_bytes: int = 0
     stall_ns: int = 0
     moved_out_bytes: int = 0
     log: list[Entry] = field(default_factory=list)
-    nbytes: dict[int, int] = field(default_factory=dict)  # every storage that was ever allocated
+    nbytes: dict[int, int] = field(default_factory=dict)  # of every storage that was ever allocated
+    _blocks: dict[int, int] = field(default_factory=dict)
     _out_free_ns: int = 0
     _in_free_ns: int = 0
 
     def allocate(self, storage: int, nbytes: int) -> None:
-        if self.capacity_bytes is not None and self.used_bytes + nbytes > self.capacity_bytes:
-            raise DeviceFull
+        self._blocks[storage] = self.allocator.allocate(nbytes)
         self.nbytes[storage] = nbytes
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         self.log.append(Entry("alloc", self.now_ns, self.now_ns, (storage,)))
 
     def free(self, storage: int) -> None:
+        self.allocator.free(self._blocks.pop(storage))
         self.used_bytes -= self.nbytes[storage]
         self.log.append(Entry("free", self.now_ns, self.now_ns, (storage,)))
+
+    def become(self, old: int, new: int) -> None:
+        """`old` was written in place: its memory holds `new` from here on."""
+        self._blocks[new] = self._blocks.pop(old)
+        self.nbytes[new] = self.nbytes[old]
+        self.log.append(Entry("become", self.now_ns, self.now_ns, (new,), (old,)))
+
+    def holds(self, storage: int) -> bool:
+        return storage in self._blocks
 
     def run(self, cost_ns: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> None:
         """The compute stream is busy; what it makes has been allocated."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from delta.engine import Engine
+from delta.simulate.allocator import OutOfMemory
 from delta.simulate.machine import Machine
 from delta.trace.events import Backward, Constant, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
 from delta.types import (
@@ -31,6 +32,10 @@ class Thrash(Exception):
     """Replays took more time than the step itself: given up."""
 
 
+class Infeasible(Exception):
+    """A storage does not fit, and nothing more can go."""
+
+
 class Player:
     """One engine on one machine, over any number of steps of one trace."""
 
@@ -48,9 +53,11 @@ class Player:
         self._results: list[int] = []
         self._backward = False
         self._limit_ns = trace.base_ns
+        self._saved_constants = {event.storage for event in trace.events if isinstance(event, Save)}
+        self.fragmented: list[float] = []  # free share of the device, each time something had to go
 
     def step(self) -> None:
-        """Play the trace once. DeviceFull or Thrash where it cannot be done."""
+        """Play the trace once. Infeasible or Thrash where it cannot be done."""
         self._record = dict(self._constants)
         self._results.clear()
         self._backward = False
@@ -86,38 +93,72 @@ class Player:
         if storage in self._constants:
             return
         record = self._constants[storage] = self._record[storage] = next(self._ids)
-        self.machine.allocate(record, nbytes)
+        self._allocate(record, nbytes)
         self.machine.run(0, (), (record,))
         self._program.add(record)
-        self.engine.created(record, nbytes, Kind.PARAMETER, self._now)
+        kind = Kind.SOURCE if storage in self._saved_constants else Kind.PARAMETER
+        self.engine.created(record, nbytes, kind, self._now)
 
     def _op(self, op: Op) -> None:
         reads = tuple(self._record[storage] for storage in op.inputs)
+        known = self._all or not self._backward  # what backward makes is no saved tensor: the engine never hears of it
         if self._all:
             self._bring(reads)
             self._do(self.engine.allocating(sum(op.nbytes), self._now))
         makes = tuple(next(self._ids) for _ in op.outputs)
-        for made, nbytes in zip(makes, op.nbytes, strict=True):
-            self.machine.allocate(made, nbytes)
-        self.machine.run(op.cost_ns, reads, makes)
+        olds = tuple(self._record[storage] for storage in op.overwrites)
+        preserved = {old: self._preserve(old) for old in olds if old in self.engine.ledger}
+        for made, nbytes in list(zip(makes, op.nbytes, strict=True))[len(olds) :]:
+            self._allocate(made, nbytes)
+        self.machine.run(op.cost_ns, reads, makes[len(olds) :])
         self._program.update(makes)
         self._record.update(zip(op.outputs, makes, strict=True))
-        if self._all or not self._backward:
-            self._tell(op, reads, makes)
+        for old, new in zip(olds, makes, strict=False):
+            self._overwrite(old, new, preserved.get(old))
+        if known and makes:
+            for made, nbytes in list(zip(makes, op.nbytes, strict=True))[len(olds) :]:
+                self.engine.created(made, nbytes, Kind.ACTIVATION, self._now)
+            self._tell(op, reads, makes, olds)
+        for old in preserved:
+            self._do(self.engine.version_ended(old))
         if self._all:
             for made in makes:
                 self._save(made)
                 self._program.discard(made)  # its references are the handles
             self._served(reads)
 
-    def _tell(self, op: Op, reads: tuple[int, ...], makes: tuple[int, ...]) -> None:
-        for made, nbytes in zip(makes, op.nbytes, strict=True):
-            self.engine.created(made, nbytes, Kind.ACTIVATION, self._now)
-        if makes:
-            overwrites = tuple(self._record[storage] for storage in op.overwrites)
-            reads = tuple(dict.fromkeys(reads))
-            info = OpInfo(next(self._op_ids), op.name, reads, makes, op.cost_ns, op.replayable, overwrites)
-            self.engine.op_ran(info)
+    def _tell(self, op: Op, reads: tuple[int, ...], makes: tuple[int, ...], olds: tuple[int, ...]) -> None:
+        """Report the op; one without a recipe reads nothing, so it keeps nothing alive."""
+        ledger = self.engine.ledger
+        made = tuple(record for record in makes if record in ledger and ledger[record].op is None)
+        read = tuple(dict.fromkeys(reads))
+        replayable = op.replayable and all(record in ledger for record in read)
+        if not replayable:
+            read = olds = ()
+        if made:
+            self.engine.op_ran(OpInfo(next(self._op_ids), op.name, read, made, op.cost_ns, replayable, olds))
+
+    def _preserve(self, old: int) -> int | None:
+        """Before `old` is written in place; a clone of it, if a recipe still reads it."""
+        clone = None
+        for instruction in self.engine.before_overwrite(old, self._now):
+            self._do([instruction])
+            if isinstance(instruction, Preserve):
+                clone = next(self._ids)
+                self._allocate(clone, self.machine.nbytes[old])
+        return clone
+
+    def _overwrite(self, old: int, new: int, clone: int | None) -> None:
+        """The memory of `old` holds `new`; the clone, if there is one, is `old` from here on."""
+        self.machine.become(old, new)
+        if clone is not None:
+            self.machine.become(clone, old)
+        self._program.discard(old)
+        if old in self.engine.ledger:
+            kind = self.engine.ledger[old].kind
+            kind = Kind.ACTIVATION if kind is Kind.SOURCE else kind
+            self.engine.created(new, self.machine.nbytes[new], kind, self._now)
+            self._do(self.engine.overwritten(old, new, clone is not None, self._now))
 
     def _save(self, record: int) -> None:
         signature = self.engine.ledger[record].nbytes
@@ -175,7 +216,7 @@ class Player:
         made = engine.made_again(op)
         twins = {record: next(self._ids) for record in op.outputs if record not in made}  # made once more, for nothing
         for record in op.outputs:
-            machine.allocate(twins.get(record, record), machine.nbytes[record])
+            self._allocate(twins.get(record, record), machine.nbytes[record])
         machine.run(op.cost_ns, op.inputs, tuple(twins.get(record, record) for record in op.outputs))
         for twin in twins.values():
             machine.free(twin)
@@ -206,10 +247,25 @@ class Player:
             if done_ns <= self._now and self._coming.pop(record, None) is not None:
                 self._do(self.engine.copied_in(record))
 
+    def _allocate(self, record: int, nbytes: int) -> None:
+        """Memory for a storage. Where it is there but not in one piece, more has to go."""
+        while True:
+            try:
+                return self.machine.allocate(record, nbytes)
+            except OutOfMemory as full:
+                instructions = self.engine.evict_one(self._now)
+                if not instructions:
+                    raise Infeasible(str(full)) from None
+                self._do(instructions)
+
     def _do(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Drop(record, _) | Release(record):
+                case Drop(record, _):
+                    allocator = self.machine.allocator
+                    self.fragmented.append(allocator.free_bytes / allocator.capacity_bytes)
+                    self._do(self._died(record))
+                case Release(record):
                     self._do(self._died(record))
                 case SwapOut(record, wait):
                     self._going[record] = self.machine.copy_out(record)
@@ -218,7 +274,7 @@ class Player:
                 case AwaitOut(record):
                     self._await_out(record)
                 case SwapIn(record):
-                    self.machine.allocate(record, self.engine.ledger[record].nbytes)
+                    self._allocate(record, self.machine.nbytes[record])
                     self._coming[record] = self.machine.copy_in(record)
                 case Hold(_) | Preserve(_) | Forget(_):
                     pass  # the machine's storages have no owner, and old versions are storages of their own
@@ -231,7 +287,7 @@ class Player:
     def _died(self, record: int) -> list[Instruction]:
         """Delta let go of a storage, or the program did: without either it is free."""
         rec = self.engine.ledger.records.get(record)
-        if rec is None or rec.held or record in self._program or not rec.alive:
+        if (rec is not None and rec.held) or record in self._program or not self.machine.holds(record):
             return []
         self.machine.free(record)
         return self.engine.storage_gone(record)

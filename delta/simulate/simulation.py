@@ -1,0 +1,178 @@
+"""One run: a trace, a policy, a budget, a link and an allocator, played for three steps.
+
+The first step is observed; the next ones run with what was learned, as on a real device. In a trace where everything
+may be evicted (a log of DTR) policies decide online in every step: the planner knows saved tensors only, so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+from delta.budget import Budget
+from delta.config import PlannerConfig, Policy
+from delta.engine import Engine
+from delta.errors import BudgetError
+from delta.simulate.allocator import Allocator, Caching, Ideal
+from delta.simulate.checker import check
+from delta.simulate.machine import Machine
+from delta.simulate.player import Infeasible, Player, Thrash
+from delta.simulate.stopwatch import Stopwatch
+from delta.trace.events import Evictable, Op, Trace
+from delta.trace.summary import summary
+from delta.types import Action, Link
+from delta.units import Bytes, Share, format_bytes
+
+STEPS = 3
+_AMPLE_BYTES = 1 << 62
+_NO_LINK = Link(1.0, 1.0)  # never used: without a link nothing is swapped
+
+
+class Status(StrEnum):
+    """How a run ended."""
+
+    OK = "ok"
+    INFEASIBLE = "infeasible"  # a storage did not fit, and nothing more could go
+    THRASH = "thrash"  # replays took more time than the step itself
+
+
+ALLOCATORS: dict[str, Callable[[int], Allocator]] = {"ideal": Ideal, "caching": Caching}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of it. `overhead` is the last step's time over the base time, `first_overhead` the first step's; both
+    None where the step did not end. `peak_bytes` counts what the budget counts; `fragmentation` is the mean share of
+    the device that was free when a storage had to go."""
+
+    trace: str
+    policy: str
+    budget_bytes: int
+    allocator: str
+    base_ns: int
+    total_ns: int | None
+    overhead: float | None
+    first_overhead: float | None
+    status: Status
+    peak_bytes: int
+    swapped_bytes: int
+    recomputed_ns: int
+    stall_ns: int
+    fragmentation: float
+    decisions: int
+    decision_ns: int
+    why: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def unevicted_peak_bytes(trace: Trace) -> int:
+    """What a share of a budget is a share of: all that exists, or all that is saved where only that may go."""
+    found = summary(trace)
+    return found.peak_bytes if trace.evictable is Evictable.ALL else found.saved_peak_bytes
+
+
+def budget_bytes(trace: Trace, budget: Bytes | Share) -> int:
+    """The budget in bytes. BudgetError where the step's constants and its largest op cannot fit into it."""
+    nbytes = budget.nbytes if isinstance(budget, Bytes) else int(budget.fraction * unevicted_peak_bytes(trace))
+    if trace.evictable is Evictable.ALL:
+        largest = max((op for op in trace.events if isinstance(op, Op)), key=lambda op: sum(op.nbytes), default=None)
+        floor_bytes = trace.constant_bytes + (sum(largest.nbytes) if largest is not None else 0)
+        if nbytes < floor_bytes:
+            raise BudgetError(
+                f"a budget of {format_bytes(nbytes)} for trace {trace.name}: its constants and what its largest op "
+                f"({largest.name if largest is not None else 'none'}) makes take {format_bytes(floor_bytes)}: give at "
+                "least that much"
+            )
+    return nbytes
+
+
+def simulate(
+    trace: Trace,
+    policy: Policy,
+    budget: Bytes | Share,
+    link: Link | None = None,
+    allocator: str = "ideal",
+    clock: Callable[[], int] = lambda: 0,
+) -> Run:
+    """Play the trace. Without a link nothing is swapped. The schedule is checked (`checker`) before it is reported.
+
+    `clock`: a real one in ns, by which `decision_ns` is taken. Raises BudgetError for a budget that cannot hold.
+    """
+    nbytes = budget_bytes(trace, budget)
+    everything = trace.evictable is Evictable.ALL
+    machine = Machine(ALLOCATORS[allocator](nbytes if everything else _AMPLE_BYTES), link)
+    limit = Budget(activations=Bytes(nbytes - trace.constant_bytes if everything else nbytes))
+    engine = Engine(_fitting(policy, everything, link), limit, link or _NO_LINK, announced=everything)
+    watched = Stopwatch(engine, clock)
+    player = Player(trace, cast(Engine, watched), machine)
+    steps, status, why = _play(player)
+    check(machine.log, machine.nbytes, machine.allocator.capacity_bytes, link)
+    peak_bytes = machine.peak_bytes if everything else engine.totals.peak_bytes
+    if status is Status.OK and not everything and peak_bytes > nbytes:
+        status, why = Status.INFEASIBLE, f"{format_bytes(peak_bytes)} of saved tensors were resident at once"
+    last = steps[-1] if status is Status.OK else None
+    return Run(
+        trace=trace.name,
+        policy=policy.name,
+        budget_bytes=nbytes,
+        allocator=allocator,
+        base_ns=trace.base_ns,
+        total_ns=last.total_ns if last else None,
+        overhead=last.total_ns / trace.base_ns if last else None,
+        first_overhead=steps[0].total_ns / trace.base_ns if steps else None,
+        status=status,
+        peak_bytes=peak_bytes,
+        swapped_bytes=last.swapped_bytes if last else 0,
+        recomputed_ns=last.recomputed_ns if last else 0,
+        stall_ns=last.stall_ns if last else 0,
+        fragmentation=sum(player.fragmented) / len(player.fragmented) if player.fragmented else 0.0,
+        decisions=sum(engine.totals.evictions.values()),
+        decision_ns=watched.spent_ns,
+        why=why,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    total_ns: int
+    recomputed_ns: int
+    stall_ns: int
+    swapped_bytes: int
+
+
+def _play(player: Player) -> tuple[list[_Step], Status, str]:
+    machine, steps = player.machine, list[_Step]()
+    for _ in range(STEPS):
+        began_ns, stall_ns, moved_bytes = machine.now_ns, machine.stall_ns, machine.moved_out_bytes
+        try:
+            player.step()
+        except Infeasible as error:
+            return steps, Status.INFEASIBLE, str(error)
+        except Thrash:
+            return steps, Status.THRASH, "replays took more time than the step itself"
+        steps.append(
+            _Step(
+                machine.now_ns - began_ns,
+                player.replay_ns,
+                machine.stall_ns - stall_ns,
+                machine.moved_out_bytes - moved_bytes,
+            )
+        )
+    return steps, Status.OK, ""
+
+
+def _fitting(policy: Policy, everything: bool, link: Link | None) -> Policy:
+    """The policy as far as the device goes: no swap without a link, no plan where the planner does not see it all."""
+    changes: dict[str, Any] = {}
+    if link is None and Action.SWAP in policy.director.actions:
+        actions = tuple(action for action in policy.director.actions if action is not Action.SWAP)
+        if set(actions) <= {Action.KEEP}:
+            raise BudgetError(f"policy {policy.name} can only swap, and there is no link: give one with --link")
+        changes["director"] = policy.director.model_copy(update={"actions": actions})
+    if everything:
+        changes["planner"] = PlannerConfig(kind="none")
+    return policy.model_copy(update=changes)

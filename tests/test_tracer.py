@@ -1,0 +1,409 @@
+"""`trace=`: what is recorded of a step, against counts of plain PyTorch that know nothing of Delta."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import CASES, train
+from programs import COLUMNS, ROWS, Program, Weights, loss_of, programs
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import delta
+from delta.errors import TraceError
+from delta.runtime import tracer
+from delta.runtime.opfacts import facts_of
+from delta.trace import Evictable, Recording, Trace, read, summary
+from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Result, Save
+
+ROOT = Path(__file__).parent.parent
+EVICTING = [("recompute", "cpu"), ("swap", "chaos:1"), ("delta", "chaos:2")]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Plain(TorchDispatchMode):
+    """Counts plain PyTorch from the first op on a parameter on: ops, and the most bytes made since that exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.peak_bytes = 0
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        inputs = tensors_in([*args, *(kwargs or {}).values()])
+        result = func(*args, **kwargs or {})
+        if facts_of(func).view or not (self.names or any(tensor.requires_grad for tensor in inputs)):
+            return result
+        if not any(tensor.untyped_storage().nbytes() for tensor in [*inputs, *tensors_in(result)]):
+            return result
+        self.names.append(facts_of(func).name)
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self._made[storage._cdata] = weakref.ref(storage)
+        alive = [storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None]
+        self.peak_bytes = max(self.peak_bytes, sum(alive))
+        return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+
+
+def counted(step: Callable[[], object]) -> Plain:
+    with Plain() as plain:
+        step()
+    return plain
+
+
+def recorded(path: Path, step: Callable[[], object], **arguments: Any) -> tuple[Trace, delta.Report]:
+    """A step under `trace=`. Writing checks that every input is known and nothing is used after it is gone."""
+    with delta.evict(trace=path, **arguments) as run:
+        step()
+    assert run.traces == (path,)
+    return read(path), run.report()
+
+
+def evicting(policy: str, device: str) -> dict[str, Any]:
+    return {
+        "activations": "50%",
+        "policy": delta.load_policy(policy, {"filter.min_bytes": 0, "planner.kind": "none"}),
+        "device": device,
+    }
+
+
+def timeless(trace: Trace) -> list[Event]:
+    return [replace(event, cost_ns=0) if isinstance(event, Op) else event for event in trace.events]
+
+
+def names(trace: Trace) -> list[str]:
+    return [event.name for event in trace.events if isinstance(event, Op)]
+
+
+def case_step(name: str) -> Callable[[], Callable[[], object]]:
+    """A maker of equal steps: each time the same model and data."""
+
+    def make() -> Callable[[], object]:
+        torch.manual_seed(0)
+        model, generator = CASES[name].make(), torch.Generator().manual_seed(1)
+        kept = []  # as a training loop does, until after backward
+
+        def step() -> None:
+            kept.append(CASES[name].loss(model, generator))
+            kept[0].backward()
+
+        return step
+
+    return make
+
+
+def program_step(program: Program) -> Callable[[], Callable[[], object]]:
+    def make() -> Callable[[], object]:
+        torch.manual_seed(0)
+        weights, data = Weights(), torch.randn(ROWS, COLUMNS, requires_grad=True)
+        return lambda: loss_of(program, weights, data, lambda values: None).backward()
+
+    return make
+
+
+# --- what a trace says ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_recorded_as_plain_pytorch_runs_it(name: str, tmp_path: Path) -> None:
+    make = case_step(name)
+    plain = counted(make())
+    trace, report = recorded(tmp_path / "step.jsonl.gz", make())
+    found = summary(trace)
+    assert names(trace) == plain.names
+    assert found.peak_bytes - found.constant_bytes == plain.peak_bytes
+    assert found.saved_peak_bytes == report.unevicted_peak_activation_bytes > 0
+    assert all(event.cost_ns > 0 for event in trace.events if isinstance(event, Op))
+    assert (trace.name, trace.evictable, trace.device) == ("step", Evictable.SAVED, "cpu")
+    assert trace.facts == {"torch": torch.__version__, "threads": "1", "step": "1"}
+    assert trace.link is not None and trace.link.out_bytes_per_s > 1e6 and trace.link.in_bytes_per_s > 1e6
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+@pytest.mark.parametrize(("policy", "device"), EVICTING)
+@pytest.mark.parametrize("name", CASES)
+def test_a_trace_is_of_the_program_whatever_is_evicted(name: str, policy: str, device: str, tmp_path: Path) -> None:
+    make = case_step(name)
+    plain, _ = recorded(tmp_path / "plain.jsonl", make())
+    trace, report = recorded(tmp_path / "evicted.jsonl", make(), **evicting(policy, device))
+    assert sum(report.evictions.values()) > 0
+    assert timeless(trace) == timeless(plain)
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(program=programs(20), evict=st.sampled_from(EVICTING))
+def test_random_programs(program: Program, evict: tuple[str, str], tmp_path: Path) -> None:
+    make = program_step(program)
+    plain = counted(make())
+    trace, report = recorded(tmp_path / "plain.jsonl", make())
+    found = summary(trace)
+    assert names(trace) == plain.names
+    assert found.peak_bytes - found.constant_bytes == plain.peak_bytes
+    assert found.saved_peak_bytes == report.unevicted_peak_activation_bytes
+    evicted, _ = recorded(tmp_path / "evicted.jsonl", make(), **evicting(*evict))
+    assert timeless(evicted) == timeless(trace)
+
+
+def test_a_small_step_event_by_event(tmp_path: Path) -> None:
+    weight, batch = nn.Parameter(torch.ones(4)), torch.ones(2, 4)
+
+    def step() -> None:
+        scaled = weight.exp() * batch
+        kept = scaled.add_(1)
+        kept.t().tanh().sum().backward()
+        assert kept is scaled  # and alive until here
+
+    trace, _ = recorded(tmp_path / "step.jsonl", step)
+    print("\n".join(str(e) for e in timeless(trace)))
+    assert timeless(trace) == []
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Its second output is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x).tanh()
+        return hidden, self.second(hidden).tanh()
+
+
+def loop(steps: int, optimiser: type[torch.optim.Optimizer] = torch.optim.Adam) -> list[int]:
+    """Train as a script does, with the outputs kept until the next step; returns the modes on the stack each time."""
+    model, depths = Net(), []
+    optimise = optimiser(model.parameters(), 0.1)
+    for _ in range(steps):
+        hidden, unused = model(torch.randn(4, 8))
+        depths.append(torch._C._len_torch_dispatch_stack())
+        hidden.square().mean().backward()
+        optimise.step()
+        optimise.zero_grad()
+    del unused
+    return depths
+
+
+def test_asked_steps_are_recorded_and_the_tracer_leaves(tmp_path: Path) -> None:
+    with delta.evict(trace=Recording(tmp_path / "net.jsonl.gz", skip=1, steps=2)) as run:
+        assert loop(6) == [1, 1, 1, 0, 0, 0]
+    assert run.traces == (tmp_path / "net.jsonl.gz", tmp_path / "net-2.jsonl.gz")
+    first, second = map(read, run.traces)
+    assert (first.name, second.name) == ("net", "net-2")
+    assert [trace.facts["step"] for trace in (first, second)] == ["2", "3"]
+    assert timeless(first) == timeless(second)
+    assert "aten.mm" in names(first) and not any("add_" in name or "sqrt" in name for name in names(first))
+
+
+@pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
+def test_outputs_that_outlive_backward_do_not_join_two_steps(
+    optimiser: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    with delta.evict(trace=Recording(tmp_path / "net.jsonl", steps=2)) as run:
+        loop(3, optimiser)
+    first, second = map(read, run.traces)
+    assert timeless(first) == timeless(second)
+    assert [name for name in names(first) if name == "aten.tanh"] == ["aten.tanh"] * 2
+
+
+def test_nothing_is_on_the_stack_without_trace() -> None:
+    with delta.evict() as run:
+        assert loop(2) == [0, 0]
+    assert run.traces == ()
+
+
+def test_evaluations_are_no_steps(tmp_path: Path) -> None:
+    model = Net()
+    with delta.evict(trace=tmp_path / "net.jsonl") as run:
+        model(torch.randn(4, 8))
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+        model(torch.randn(2, 8))[1].sum().backward()
+    assert summary(read(run.traces[0])).peak_bytes < 2000
+    assert names(read(run.traces[0]))[:2] == ["aten.addmm", "aten.tanh"]
+
+
+def test_too_few_steps_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "net.jsonl"
+    with (
+        pytest.warns(RuntimeWarning, match=r"0 of 1 steps were recorded: the block ran 2 whole ones.*first 2 were"),
+        delta.evict(trace=Recording(path, skip=2)) as run,
+    ):
+        loop(2)
+    assert run.traces == () and not path.exists()
+
+
+def test_a_backward_after_the_block_is_not_recorded_and_works(tmp_path: Path) -> None:
+    model = Net()
+    with (
+        pytest.warns(RuntimeWarning, match="0 of 1 steps were recorded: the block ran 0 whole ones"),
+        delta.evict(trace=tmp_path / "net.jsonl"),
+    ):
+        loss = model(torch.ones(4, 8))[1].sum()
+    loss.backward()
+    evicted, model.first.weight.grad = model.first.weight.grad, None
+    model(torch.ones(4, 8))[1].sum().backward()
+    assert torch.equal(evicted, model.first.weight.grad)
+
+
+def test_an_error_of_the_program_leaves_the_block(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), delta.evict(trace=tmp_path / "net.jsonl") as run:
+        Net()(torch.randn(4, 7))
+    assert run.traces == ()
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+# --- other ways to go backward ----------------------------------------------------------------------------------------
+
+
+def penalty(model: nn.Module, x: Tensor) -> None:
+    (gradient,) = torch.autograd.grad(model(x)[1].sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def twice(model: nn.Module, x: Tensor) -> None:
+    loss = model(x)[1].sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def checkpointed(model: nn.Module, x: Tensor) -> None:
+    checkpoint(model.second, model.first(x), use_reentrant=False).sum().backward()
+
+
+def reentrant(model: nn.Module, x: Tensor) -> None:
+    checkpoint(model.second, model.first(x), use_reentrant=True).sum().backward()
+
+
+@pytest.mark.parametrize("way", [penalty, twice, checkpointed, reentrant])
+def test_other_ways_to_go_backward(way: Callable[[nn.Module, Tensor], None], tmp_path: Path) -> None:
+    def make() -> Callable[[], object]:
+        torch.manual_seed(0)
+        model, x = Net(), torch.randn(4, 8, requires_grad=True)
+        return lambda: way(model, x)
+
+    plain = counted(make())
+    trace, report = recorded(tmp_path / "step.jsonl", make())
+    found = summary(trace)
+    assert names(trace) == plain.names
+    assert found.peak_bytes - found.constant_bytes == plain.peak_bytes
+    assert found.saved_peak_bytes == report.unevicted_peak_activation_bytes
+    assert timeless(trace).count(Backward()) == 1
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_as_before(name: str, tmp_path: Path) -> None:
+    """Of these models no backward formula depends on the mode stack."""
+    plain = train(CASES[name], 4)
+    with delta.evict(trace=Recording(tmp_path / "step.jsonl", skip=1, steps=2)):
+        assert plain.differences(train(CASES[name], 4)) == []
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no" / "step.jsonl"):
+        with pytest.raises(TraceError, match="cannot be written; give a file in a directory"), delta.evict(trace=path):
+            pass
+    with delta.evict():  # the failed blocks are closed
+        pass
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(trace: Trace, path: Path) -> None:
+        raise TraceError(f"trace {str(path)!r}: cannot be written: No space left on device")
+
+    monkeypatch.setattr(tracer, "write", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device"), delta.evict(trace=tmp_path / "t") as run:
+        loop(3)
+    assert run.traces == ()
+
+
+# --- deltactl trace ---------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, torch
+from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
+model = Gpt(GptConfig(layers=2, width=32, heads=4, seq=16))
+optimiser = torch.optim.AdamW(model.parameters())
+for _ in range(int(sys.argv[1])):
+    next_byte_loss(model, torch.randint(0, 256, (2, 17))).backward()
+    optimiser.step()
+    optimiser.zero_grad()
+print("trained")
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def deltactl(tmp_path: Path, options: list[str], steps: int, code: int) -> subprocess.CompletedProcess[str]:
+    """`deltactl trace` on the script, which runs so many steps and exits with that code."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "delta", "trace", *options, str(script), str(steps), str(code)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_deltactl_trace_records_a_script(tmp_path: Path) -> None:
+    output = tmp_path / "gpt.jsonl.gz"
+    done = deltactl(tmp_path, ["--output", str(output), "--skip", "1", "--steps", "2"], steps=4, code=0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained\n"
+    first, second = read(output), read(tmp_path / "gpt-2.jsonl.gz")
+    assert timeless(first) == timeless(second)
+    assert names(first)[0] == "aten.embedding" and "aten.embedding_dense_backward" in names(first)
+    assert f"{output}: {summary(first)}\n" in done.stderr and str(summary(second)) in done.stderr
+
+
+def test_deltactl_trace_passes_the_exit_code_through(tmp_path: Path) -> None:
+    output = tmp_path / "gpt.jsonl"
+    assert deltactl(tmp_path, ["--output", str(output)], steps=1, code=3).returncode == 3
+    assert len(names(read(output))) > 20
+
+
+def test_deltactl_trace_without_a_step_is_an_error(tmp_path: Path) -> None:
+    done = deltactl(tmp_path, ["--output", str(tmp_path / "gpt.jsonl"), "--skip", "2"], steps=2, code=0)
+    assert done.returncode == 2
+    assert "no step was recorded; the script has to run 3 training steps, each with a backward" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--output", "/no/such/place/t.jsonl"], ["--steps", "0"], ["--skip", "-1"]])
+def test_deltactl_trace_refuses_options_before_the_script_runs(options: list[str], tmp_path: Path) -> None:
+    done = deltactl(tmp_path, options, steps=1, code=0)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("deltactl: ") and "Traceback" not in done.stderr
