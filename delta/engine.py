@@ -21,7 +21,7 @@ from delta.descent import Descent
 from delta.errors import BudgetError
 from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
-from delta.planner import Plan, StepGraph, plan_step
+from delta.planner import Plan, StepGraph, foresee, plan_step
 from delta.recall import Recall
 from delta.room import Room
 from delta.totals import StepSummary, Totals
@@ -153,7 +153,7 @@ class Engine:
         if not rec.held:
             self.ledger.hold(record)
             out.append(Hold(record))
-        if (plan := self.learner.plan) is not None:
+        if (plan := self.learner.plan) is not None and not self._announced:
             out += self._room.follow(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
         return out + self._room.make(0 if self._announced else self._largest_bytes, now_ns, guess=True)
@@ -459,4 +459,6 @@ class Engine:
         return forced
 
     def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
+        if self._announced:
+            return foresee(graph)
         return plan_step(graph, limit_bytes, self.queue.link, self.policy.director.actions, forced)

@@ -6,6 +6,7 @@ do. `Room` is the engine's part for everything that lowers what is resident; `re
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from math import inf
 
@@ -21,6 +22,9 @@ from delta.planner import Plan
 from delta.totals import Totals
 from delta.types import Action, AwaitOut, Cost, Drop, Hold, Instruction, Kind, SwapOut
 from delta.units import format_bytes
+
+
+NEVER_NS = 1 << 62  # until the next use of what is not used again
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,10 @@ class Room:
         chain_ns = None
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
         if replayable and op is not None and op.replayable and Action.RECOMPUTE in self._policy.director.actions:
-            chain_ns = self._chains.cost_ns(op.cost_ns, op.inputs)
+            if self._learner.plan is not None:
+                chain_ns = eviction_cost_ns(Cost.ANCESTORS, self._ledger, self._chains, rec.id)
+            else:
+                chain_ns = self._chains.cost_ns(op.cost_ns, op.inputs)
         ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
         return Prospect(
             rec.nbytes,
@@ -184,12 +191,12 @@ class Room:
         plan = self._learner.plan
         if plan is None or not 0 <= rec.saved_at < len(plan.next_needs):
             return None
-        position = self._learner.position
-        coming = [p for p in plan.next_needs[rec.saved_at] if p >= position]
-        if not coming:
-            return None
+        position, needs = self._learner.position, plan.next_needs[rec.saved_at]
+        coming = bisect_left(needs, position)
+        if coming == len(needs):
+            return NEVER_NS
         here_ns = plan.need_ns[min(position, len(plan.need_ns) - 1)]
-        return max(0, plan.need_ns[coming[0]] - here_ns)
+        return max(0, plan.need_ns[needs[coming]] - here_ns)
 
     def carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
         self.evicted = True

@@ -25,7 +25,7 @@ from delta.errors import TraceError
 from delta.runtime import tracer
 from delta.runtime.opfacts import facts_of
 from delta.trace import Evictable, Recording, Trace, read, summary
-from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Result, Save
+from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Result, Save, Unsave
 
 ROOT = Path(__file__).parent.parent
 EVICTING = [("recompute", "cpu"), ("swap", "chaos:1"), ("delta", "chaos:2")]
@@ -176,14 +176,41 @@ def test_a_small_step_event_by_event(tmp_path: Path) -> None:
     weight, batch = nn.Parameter(torch.ones(4)), torch.ones(2, 4)
 
     def step() -> None:
-        scaled = weight.exp() * batch
-        kept = scaled.add_(1)
-        kept.t().tanh().sum().backward()
-        assert kept is scaled  # and alive until here
+        scaled = (weight.exp() * batch).add_(1)
+        scaled.t().tanh().sum().backward()
+        del scaled
 
     trace, _ = recorded(tmp_path / "step.jsonl", step)
-    print("\n".join(str(e) for e in timeless(trace)))
-    assert timeless(trace) == []
+    assert timeless(trace) == [
+        Constant(0, 16),
+        Constant(2, 32),
+        Op("aten.exp", (0,), (1,), (16,), 0),
+        Save(1),  # by exp
+        Save(2),  # by mul: the batch is an input, and counts like any saved tensor
+        Op("aten.mul", (1, 2), (3,), (32,), 0),
+        Free(1),
+        Op("aten.add_", (3,), (4,), (32,), 0, overwrites=(3,)),
+        Op("aten.tanh", (4,), (5,), (32,), 0),  # a view makes no event
+        Save(5),
+        Op("aten.sum", (5,), (6,), (4,), 0),
+        Free(5),
+        Op("aten.ones_like", (6,), (7,), (4,), 0),
+        Backward(),
+        Need(5),
+        Op("aten.tanh_backward", (7, 5), (8,), (32,), 0, replayable=False),
+        Unsave(5),
+        Need(2),
+        Op("aten.mul", (8, 2), (9,), (32,), 0, replayable=False),
+        Op("aten.sum", (9,), (10,), (16,), 0, replayable=False),
+        Unsave(2),
+        Free(8),
+        Free(9),
+        Need(1),
+        Op("aten.mul", (10, 1), (11,), (16,), 0, replayable=False),
+        *(Free(4), Free(6), Free(7), Free(10)),
+        Unsave(1),
+        Result(11),  # the gradient
+    ]
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

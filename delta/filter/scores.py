@@ -37,8 +37,8 @@ Score = Callable[[Candidate], float]
 
 
 def delta(candidate: Candidate) -> float:
-    idle_ns = candidate.stale_ns if candidate.until_use_ns is None else candidate.until_use_ns
-    return (candidate.cost_ns + 1) / (candidate.nbytes * (idle_ns + 1))
+    idle = candidate.stale_ns + 1 if candidate.until_use_ns is None else (candidate.until_use_ns + 1) ** 0.5
+    return (candidate.cost_ns + 1) / (candidate.nbytes * idle)
 
 
 def delta_paper(candidate: Candidate) -> float:

@@ -58,6 +58,7 @@ class Player:
 
     def step(self) -> None:
         """Play the trace once. Infeasible or Thrash where it cannot be done."""
+        self.engine.recording(True)
         self._record = dict(self._constants)
         self._results.clear()
         self._backward = False

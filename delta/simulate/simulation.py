@@ -1,7 +1,6 @@
 """One run: a trace, a policy, a budget, a link and an allocator, played for three steps.
 
-The first step is observed; the next ones run with what was learned, as on a real device. In a trace where everything
-may be evicted (a log of DTR) policies decide online in every step: the planner knows saved tensors only, so far.
+The first step is observed; the next ones run with what was learned, as on a real device.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from delta.budget import Budget
-from delta.config import PlannerConfig, Policy
+from delta.config import Policy
 from delta.engine import Engine
 from delta.errors import BudgetError
 from delta.simulate.allocator import Allocator, Caching, Ideal
@@ -106,7 +105,7 @@ def simulate(
     everything = trace.evictable is Evictable.ALL
     machine = Machine(ALLOCATORS[allocator](nbytes if everything else _AMPLE_BYTES), link)
     limit = Budget(activations=Bytes(nbytes - trace.constant_bytes if everything else nbytes))
-    engine = Engine(_fitting(policy, everything, link), limit, link or _NO_LINK, announced=everything)
+    engine = Engine(_fitting(policy, link), limit, link or _NO_LINK, announced=everything)
     watched = Stopwatch(engine, clock)
     player = Player(trace, cast(Engine, watched), machine)
     steps, status, why = _play(player)
@@ -165,14 +164,12 @@ def _play(player: Player) -> tuple[list[_Step], Status, str]:
     return steps, Status.OK, ""
 
 
-def _fitting(policy: Policy, everything: bool, link: Link | None) -> Policy:
-    """The policy as far as the device goes: no swap without a link, no plan where the planner does not see it all."""
+def _fitting(policy: Policy, link: Link | None) -> Policy:
+    """The policy as far as the device goes: no swap without a link."""
     changes: dict[str, Any] = {}
     if link is None and Action.SWAP in policy.director.actions:
         actions = tuple(action for action in policy.director.actions if action is not Action.SWAP)
         if set(actions) <= {Action.KEEP}:
             raise BudgetError(f"policy {policy.name} can only swap, and there is no link: give one with --link")
         changes["director"] = policy.director.model_copy(update={"actions": actions})
-    if everything:
-        changes["planner"] = PlannerConfig(kind="none")
     return policy.model_copy(update=changes)

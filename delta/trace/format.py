@@ -34,11 +34,11 @@ VERSION = 1
 VERSION_KEY = "delta_trace"
 _END = "end"
 
-_CLASSES: dict[str, type[Event]] = {
+KINDS: dict[str, type[Event]] = {
     kind.__name__.lower(): kind for kind in (Constant, Op, Save, Need, Unsave, Free, Result, Backward)
 }
-_TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in _CLASSES.values()}
-_HEADER = {"name": "str", "evictable": "str", "device": "str", "link": "link", "facts": "dict"}
+_TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in KINDS.values()}
+HEADER = {"name": "str", "evictable": "str", "device": "str", "link": "link", "facts": "dict"}
 _IS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: type(value) is int and value >= 0,
     "float": lambda value: type(value) in (int, float) and math.isfinite(value),
@@ -135,7 +135,7 @@ def _header(header: dict[str, Any], source: Source) -> Trace:
     if version != VERSION or type(version) is not int:
         raise source.error(f"{VERSION_KEY} is {version!r}; this version of Delta reads {VERSION}")
     try:
-        values = _checked(header, _HEADER, "the header")
+        values = _checked(header, HEADER, "the header")
         evictable = _evictable(values["evictable"])
         link = None if values["link"] is None else _link(values["link"])
         if not all(isinstance(fact, str) for fact in values["facts"].values()):
@@ -160,9 +160,9 @@ def _link(given: dict[str, Any]) -> Link:
 
 def _event(line: dict[str, Any]) -> Event:
     kind = line.pop("ev", None)
-    cls = _CLASSES.get(kind) if isinstance(kind, str) else None
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ValueError(f"'ev' is {kind!r}; known are {', '.join(_CLASSES)}")
+        raise ValueError(f"'ev' is {kind!r}; known are {', '.join(KINDS)}")
     values = _checked(line, _TYPES[cls], kind, {field.name for field in fields(cls) if field.default is not MISSING})
     make: Callable[..., Event] = cls
     return make(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
