@@ -84,6 +84,40 @@ def closure_ns(ledger: Ledger, record: int, step: Callable[[int], Iterable[int]]
     return total_ns
 
 
+class Ancestry:
+    """For each record, the replay time of its own op and all its evicted ancestors, remembered until one of them is
+    evicted or comes back."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._known_ns: dict[int, int] = {}
+
+    def cost_ns(self, record: int) -> int:
+        if self._ledger.moved:
+            self._forget_below()
+        known = self._known_ns.get(record)
+        if known is None:
+            known = own_ns(self._ledger, record) + closure_ns(self._ledger, record, self._ledger.parents)
+            self._known_ns[record] = known
+        return known
+
+    def clear(self) -> None:
+        """Op times have changed, or the step has ended."""
+        self._known_ns.clear()
+
+    def _forget_below(self) -> None:
+        """What is made out of a record that moved, through evicted ones, costs something else now."""
+        ledger = self._ledger
+        seen, todo = set(ledger.moved), [record for record in ledger.moved if record in ledger]
+        ledger.moved.clear()
+        while todo:
+            for child in ledger.children(todo.pop()):
+                self._known_ns.pop(child, None)
+                if child not in seen and not ledger[child].available:
+                    seen.add(child)
+                    todo.append(child)
+
+
 def own_ns(ledger: Ledger, record: int) -> int:
     """Time of the op that made the record; 0 if none is known."""
     op_id = ledger[record].op
@@ -91,17 +125,16 @@ def own_ns(ledger: Ledger, record: int) -> int:
     return op.cost_ns if op is not None else 0
 
 
-def eviction_cost_ns(kind: Cost, ledger: Ledger, chains: Chains, record: int) -> int:
+def eviction_cost_ns(kind: Cost, ledger: Ledger, chains: Chains, ancestry: Ancestry, record: int) -> int:
     """What losing the record costs in replay time, as DTR's heuristics count it (ICLR 2021, section 4.2)."""
     own = own_ns(ledger, record)
     match kind:
         case Cost.ANCESTORS:
-            return own + closure_ns(ledger, record, ledger.parents)
+            return ancestry.cost_ns(record)
         case Cost.CLASSES:
             return chains.cost_ns(own, (*ledger.parents(record), *ledger.children(record)))
         case Cost.NEIGHBOURHOOD:
-            around = closure_ns(ledger, record, ledger.parents) + closure_ns(ledger, record, ledger.children)
-            return own + around
+            return ancestry.cost_ns(record) + closure_ns(ledger, record, ledger.children)
         case _:
             return own
 

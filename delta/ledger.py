@@ -66,6 +66,7 @@ class Ledger:
         self.ops: dict[int, OpInfo] = {}
         self.held: dict[int, None] = {}  # the records Delta holds, the one that was in use last at the end
         self.dead_ends: set[int] = set()  # records Delta does not have and no op can make: no replay gets past them
+        self.moved: set[int] = set()  # records that Delta got or lost since somebody last took note and cleared this
         self.resident_bytes = 0
         self.unevicted_bytes = 0
         self.leaving_bytes = 0
@@ -93,10 +94,15 @@ class Ledger:
         return made
 
     def add_op(self, op: OpInfo) -> None:
-        """An op ran whose outputs may have to be made again from its inputs; outputs are records already created."""
+        """An op ran whose outputs may have to be made again from its inputs; outputs are records already created.
+
+        No record is read before it is made, so no recipe ever needs its own result.
+        """
         for output in op.outputs:
             if self.records[output].op is not None:
                 raise LedgerError(f"record {output} has a producer already")
+            if self.records[output].users or output in op.inputs:
+                raise LedgerError(f"record {output} was read before op {op.id} ({op.name}) made it")
             self.records[output].op = op.id
         for source in op.inputs:
             self.records[source].users.add(op.id)
@@ -417,6 +423,7 @@ class Ledger:
         return op is not None and op.replayable
 
     def _look_for_dead_end(self, rec: Record) -> None:
+        self.moved.add(rec.id)
         if rec.available or self._replayable(rec):
             self.dead_ends.discard(rec.id)
         else:

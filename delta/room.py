@@ -12,7 +12,7 @@ from math import inf
 
 from delta.budget import Budget
 from delta.config import Policy
-from delta.costs import Chains, LinkQueue, eviction_cost_ns
+from delta.costs import Ancestry, Chains, LinkQueue, eviction_cost_ns
 from delta.director import Choice, Director, Prospect
 from delta.errors import BudgetError
 from delta.filter import SCORES, Candidate
@@ -22,7 +22,6 @@ from delta.planner import Plan
 from delta.totals import Totals
 from delta.types import Action, AwaitOut, Cost, Drop, Hold, Instruction, Kind, SwapOut
 from delta.units import format_bytes
-
 
 NEVER_NS = 1 << 62  # until the next use of what is not used again
 
@@ -57,6 +56,7 @@ class Room:
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
         self._chains = Chains()
+        self._ancestry = Ancestry(ledger)
         self._score, self._cost = SCORES[policy.filter.score], policy.filter.cost
         self._least_bytes = max(1, policy.filter.min_bytes)  # what has no bytes frees none
         self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
@@ -73,6 +73,7 @@ class Room:
     def new_step(self) -> None:
         """Forget what is only true within one step."""
         self._chains.clear()
+        self._ancestry.clear()
         self.makers.clear()
         self.evicted = False
         self.shortage = None
@@ -149,7 +150,7 @@ class Room:
                 continue
             cost_ns = choice.cost_ns
             if self._cost is not Cost.ACTION:
-                cost_ns = eviction_cost_ns(self._cost, self._ledger, self._chains, record)
+                cost_ns = eviction_cost_ns(self._cost, self._ledger, self._chains, self._ancestry, record)
             score = self._score(Candidate(record, rec.nbytes, cost_ns, now_ns - rec.used_ns, until_use_ns))
             if score <= best_score:
                 best_score, best = score, (choice, rec)
@@ -169,10 +170,7 @@ class Room:
         chain_ns = None
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
         if replayable and op is not None and op.replayable and Action.RECOMPUTE in self._policy.director.actions:
-            if self._learner.plan is not None:
-                chain_ns = eviction_cost_ns(Cost.ANCESTORS, self._ledger, self._chains, rec.id)
-            else:
-                chain_ns = self._chains.cost_ns(op.cost_ns, op.inputs)
+            chain_ns = self._ancestry.cost_ns(rec.id)
         ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
         return Prospect(
             rec.nbytes,

@@ -33,7 +33,7 @@ def refused(outcome: Result) -> str:
 
 def test_help_names_every_command() -> None:
     text = deltactl("--help").output
-    for command in ("demo", "run", "trace", "policies", "timeline", "doctor"):
+    for command in ("demo", "run", "trace", "simulate", "compare", "policies", "timeline", "doctor"):
         assert command in text
 
 

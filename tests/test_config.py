@@ -1,8 +1,17 @@
 import pytest
 from pydantic import ValidationError
 
-from delta.config import BudgetConfig, DirectorConfig, FilterConfig, HostConfig, Policy, PrefetchConfig, Rule
-from delta.types import Action
+from delta.config import (
+    BudgetConfig,
+    DirectorConfig,
+    FilterConfig,
+    HostConfig,
+    Policy,
+    PrefetchConfig,
+    ReplayConfig,
+    Rule,
+)
+from delta.types import Action, Cost, Leftover
 from delta.units import Bytes, Share
 
 
@@ -68,6 +77,26 @@ def test_actions(actions):
 def test_actions_refused(actions, why):
     with pytest.raises(ValidationError, match=why):
         DirectorConfig(actions=actions)
+
+
+@pytest.mark.parametrize("cost", Cost)
+def test_costs(cost):
+    assert FilterConfig(cost=cost.value).cost is cost
+
+
+def test_by_default_a_score_counts_what_the_action_costs():
+    assert FilterConfig().cost is Cost.ACTION
+
+
+def test_what_is_kept_for_replays():
+    assert ReplayConfig() == ReplayConfig(sources="hold", results="drop")
+    assert ReplayConfig(sources="drop").sources is Leftover.DROP
+
+
+@pytest.mark.parametrize(("model", "field"), [(FilterConfig, "cost"), (ReplayConfig, "sources"), (ReplayConfig, "results")])
+def test_unknown_words_refused(model, field):
+    with pytest.raises(ValidationError, match=f"{field}\n *Input should be '"):
+        model.model_validate({field: "other"})
 
 
 def test_a_planner_needs_something_to_plan():

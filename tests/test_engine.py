@@ -107,8 +107,8 @@ def test_what_a_replay_makes_for_nobody_goes_at_once():
     toy.let_go(1, 2)  # nobody saved them: they die, but 3's recipe still reads them
     # 50 + 50 fit
     assert toy.save(3, 30) == [Hold(3)]
-    toy.op(4, 80, [3])
-    # 50 + 80, and 80 for the next: 60 over. 3 costs 10 + 10 + 10: 31/(50*11) = 0.056; 4: 11/80 = 0.14. 3 is not enough,
+    toy.op(4, 80, [3], cost_ns=40)
+    # 50 + 80, and 80 for the next: 60 over. 3 costs 10 + 10 + 10: 31/(50*11^0.3) = 0.30; 4: 41/80 = 0.51. 3 is not enough,
     # and 4 goes too (it reads 3, so its chain is 3 ops longer now, which is no reason: there is nothing else)
     toy.let_go(3)
     assert toy.save(4, 40) == [Hold(4), Hold(0), Drop(3, Action.RECOMPUTE), Drop(4, Action.RECOMPUTE)]
@@ -122,7 +122,7 @@ def test_swapping_online():
     """Limit 250, nothing but swaps. Room is needed at once, so the copy is waited for.
 
     save 2: 50 over. Cost: exposed 100 out + 100 back - idle ahead (as long as since its last use).
-            1: out 100 exposed, back at 20+200 = 220, next use guessed at 20 + 10: 190 -> 290; /(100*11) = 0.26
+            1: out 100 exposed, back at 20+200 = 220, next use guessed at 20 + 10: 190 -> 290; /(100*11^0.3) = 1.4
             2: out 100, back at 220, used at 20: 200 -> 300; /(100*1) = 3 -> 1 goes.
     save 3: 2 + 3 = 200, 300 with the next: 50 over; 2 is the older one again.
     """

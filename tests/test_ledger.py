@@ -329,11 +329,12 @@ def test_every_loose_root_is_named_once():
     assert sorted(ledger.anchors(3)) == [0, 4]
 
 
-def test_a_record_is_not_recoverable_from_itself():
-    """Op 101 overwrote record 1 into record 2; the recipe of 1 may not read what only exists through 1."""
-    ledger = a_ledger([1, 1], [an_op(100, [1], [0]), an_op(101, [0], [1])])
-    ledger.hold(1)
-    assert not ledger.recoverable(1)
+def test_no_recipe_needs_its_own_result():
+    """Op 101 would make what op 100 has read already: the two recipes would wait for each other for ever."""
+    with pytest.raises(LedgerError, match=r"record 1 was read before op 101 \(aten.f\) made it"):
+        a_ledger([1, 1], [an_op(100, [1], [0]), an_op(101, [0], [1])])
+    with pytest.raises(LedgerError, match=r"record 0 was read before op 100"):
+        a_ledger([1], [an_op(100, [0], [0])])
 
 
 def test_missing_ops_are_in_their_first_order():
@@ -558,7 +559,27 @@ def handles_below_zero(ledger):
 
 def lost(ledger):
     ledger[0].held = False
+    ledger.held.pop(0)
+    ledger.dead_ends.add(0)
     ledger.resident_bytes -= 1
+
+
+def dead_end_not_listed(ledger):
+    ledger.dead_ends.clear()
+    ledger[0].held = False
+    ledger.resident_bytes -= 1
+
+
+def dead_end_that_is_none(ledger):
+    ledger.dead_ends.add(1)
+
+
+def held_not_listed(ledger):
+    ledger.held.pop(0)
+
+
+def listed_without_being_held(ledger):
+    ledger.held[3] = None
 
 
 def wrong_output_count(ledger):
@@ -578,6 +599,10 @@ def wrong_output_count(ledger):
         (pins_below_zero, "record 3 has 1 handles and -1 pins"),
         (handles_below_zero, "record 0 has -1 handles and 0 pins"),
         (lost, "record 2 is saved, gone, and cannot be brought back"),
+        (dead_end_not_listed, "the list of dead ends differs"),
+        (dead_end_that_is_none, "the list of dead ends differs"),
+        (held_not_listed, "the list of held records differs"),
+        (listed_without_being_held, "the list of held records differs"),
         (wrong_output_count, "op 101 counts 2 outputs wrongly"),
     ],
 )

@@ -9,8 +9,9 @@ import yaml
 from delta.config import Policy
 from delta.errors import PolicyError
 from delta.policies import load, names, schema
+from delta.types import Action, Cost, Leftover
 
-SHIPPED = ["delta", "delta-paper", "keep", "recompute", "swap"]
+SHIPPED = ["delta", "delta-paper", "dtr", "keep", "recompute", "swap"]
 
 
 def refused(name_or_path, overrides=None):
@@ -52,6 +53,21 @@ def test_every_shipped_policy_is_complete(name):
 def test_published_policies_cite_their_paper(name):
     assert "10.1145/3689338" in load(name).source
     assert "2203.15980" in load(name).source
+
+
+def test_dtr_cites_its_paper_and_decides_as_it_does():
+    """Any size may go, nothing is planned, and eager eviction: what the program is done with goes at once."""
+    policy = load("dtr")
+    assert "2006.09616" in policy.source
+    assert (policy.filter.score, policy.filter.cost, policy.filter.min_bytes) == ("dtr", Cost.CLASSES, 0)
+    assert set(policy.director.actions) == {Action.KEEP, Action.RECOMPUTE}
+    assert policy.planner.kind == "none"
+    assert (policy.replay.sources, policy.replay.results) == (Leftover.DROP, Leftover.HOLD)
+
+
+@pytest.mark.parametrize("cost", ["own", "ancestors", "classes", "neighbourhood"])
+def test_each_cost_of_dtr_is_an_override(cost):
+    assert load("dtr", {"filter.cost": cost}).filter.cost == cost
 
 
 def test_defaults_are_those_of_delta_yaml():
@@ -141,11 +157,14 @@ def test_neither_name_nor_path(given):
         ("name: !!python/object:os.system x\n", ", line 1: could not determine a constructor"),
         ("{}", ": name: this key is missing, and has no default."),
         ("name: ''\n", ": name='': string should have at least 1 character."),
-        ("name: x\nfilter: 3\n", ": filter=3: must be a section with the keys score, min_bytes."),
-        ("name: x\nfilter:\n", ": filter=None: must be a section with the keys score, min_bytes."),
+        ("name: x\nfilter: 3\n", ": filter=3: must be a section with the keys score, cost, min_bytes."),
+        ("name: x\nfilter:\n", ": filter=None: must be a section with the keys score, cost, min_bytes."),
         ("name: x\nfiltr: {}\n", ": filtr={}: unknown key. Did you mean 'filter'? Allowed: name, summary, source, "),
-        ("name: x\nfilter: {scor: 1}\n", ": filter.scor=1: unknown key. Did you mean 'score'? Allowed: score, min_b"),
+        ("name: x\nfilter: {scor: 1}\n", ": filter.scor=1: unknown key. Did you mean 'score'? Allowed: score, cost, m"),
         ("name: x\nfilter: {score: foo}\n", ": filter.score='foo': input should be 'delta', 'delta-paper', "),
+        ("name: x\nfilter: {cost: dear}\n", ": filter.cost='dear': input should be 'action', 'own', 'ancestors', "),
+        ("name: x\nreplay: {sources: keep}\n", ": replay.sources='keep': input should be 'hold' or 'drop'"),
+        ("name: x\nreplay: {result: hold}\n", ": replay.result='hold': unknown key. Did you mean 'results'?"),
         ("name: x\nfilter: {min_bytes: 8 apples}\n", ": filter.min_bytes='8 apples': the unit 'apples' is unknown."),
         ("name: x\nbudget: {reserve: 120%}\n", ": budget.reserve='120%': a share must lie between 0% and 100%."),
         ("name: x\nbudget: {strict: maybe}\n", ": budget.strict='maybe': input should be a valid boolean"),

@@ -26,6 +26,7 @@ from delta.runtime import tracer
 from delta.runtime.opfacts import facts_of
 from delta.trace import Evictable, Recording, Trace, read, summary
 from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Result, Save, Unsave
+from delta.trace.inventory import Inventory
 
 ROOT = Path(__file__).parent.parent
 EVICTING = [("recompute", "cpu"), ("swap", "chaos:1"), ("delta", "chaos:2")]
@@ -46,6 +47,7 @@ class Plain(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.peak_bytes = 0
+        self.left_bytes = 0  # after the step
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -61,9 +63,11 @@ class Plain(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
                 self._made[storage._cdata] = weakref.ref(storage)
-        alive = [storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None]
-        self.peak_bytes = max(self.peak_bytes, sum(alive))
+        self.peak_bytes = max(self.peak_bytes, self.bytes())
         return result
+
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for ref in self._made.values() if (storage := ref()) is not None)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -75,6 +79,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def counted(step: Callable[[], object]) -> Plain:
     with Plain() as plain:
         step()
+    plain.left_bytes = plain.bytes()
     return plain
 
 
@@ -84,6 +89,17 @@ def recorded(path: Path, step: Callable[[], object], **arguments: Any) -> tuple[
         step()
     assert run.traces == (path,)
     return read(path), run.report()
+
+
+def assert_counts(trace: Trace, plain: Plain, saved_bytes: int) -> None:
+    """The same ops, and the same bytes at the peak and in the end, as somebody else counted."""
+    inventory = Inventory()
+    for event in trace.events:
+        inventory.take(event)
+    assert names(trace) == plain.names
+    assert inventory.peak_bytes - trace.constant_bytes == plain.peak_bytes
+    assert inventory.live_bytes - trace.constant_bytes == plain.left_bytes
+    assert inventory.peak_saved_bytes == saved_bytes
 
 
 def evicting(policy: str, device: str) -> dict[str, Any]:
@@ -136,10 +152,7 @@ def test_a_step_is_recorded_as_plain_pytorch_runs_it(name: str, tmp_path: Path) 
     make = case_step(name)
     plain = counted(make())
     trace, report = recorded(tmp_path / "step.jsonl.gz", make())
-    found = summary(trace)
-    assert names(trace) == plain.names
-    assert found.peak_bytes - found.constant_bytes == plain.peak_bytes
-    assert found.saved_peak_bytes == report.unevicted_peak_activation_bytes > 0
+    assert_counts(trace, plain, report.unevicted_peak_activation_bytes)
     assert all(event.cost_ns > 0 for event in trace.events if isinstance(event, Op))
     assert (trace.name, trace.evictable, trace.device) == ("step", Evictable.SAVED, "cpu")
     assert trace.facts == {"torch": torch.__version__, "threads": "1", "step": "1"}
@@ -164,10 +177,7 @@ def test_random_programs(program: Program, evict: tuple[str, str], tmp_path: Pat
     make = program_step(program)
     plain = counted(make())
     trace, report = recorded(tmp_path / "plain.jsonl", make())
-    found = summary(trace)
-    assert names(trace) == plain.names
-    assert found.peak_bytes - found.constant_bytes == plain.peak_bytes
-    assert found.saved_peak_bytes == report.unevicted_peak_activation_bytes
+    assert_counts(trace, plain, report.unevicted_peak_activation_bytes)
     evicted, _ = recorded(tmp_path / "evicted.jsonl", make(), **evicting(*evict))
     assert timeless(evicted) == timeless(trace)
 
@@ -333,7 +343,26 @@ def reentrant(model: nn.Module, x: Tensor) -> None:
     checkpoint(model.second, model.first(x), use_reentrant=True).sum().backward()
 
 
-@pytest.mark.parametrize("way", [penalty, twice, checkpointed, reentrant])
+class Reuse(torch.autograd.Function):
+    """Writes its gradient into what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        doubled = x * 2
+        ctx.save_for_backward(doubled)
+        return doubled.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (doubled,) = ctx.saved_tensors
+        return doubled.cos_().mul_(gradient * 2)
+
+
+def reusing(model: nn.Module, x: Tensor) -> None:
+    Reuse.apply(Reuse.apply(model(x)[1])).sum().backward()
+
+
+@pytest.mark.parametrize("way", [penalty, twice, checkpointed, reentrant, reusing])
 def test_other_ways_to_go_backward(way: Callable[[nn.Module, Tensor], None], tmp_path: Path) -> None:
     def make() -> Callable[[], object]:
         torch.manual_seed(0)
@@ -342,10 +371,7 @@ def test_other_ways_to_go_backward(way: Callable[[nn.Module, Tensor], None], tmp
 
     plain = counted(make())
     trace, report = recorded(tmp_path / "step.jsonl", make())
-    found = summary(trace)
-    assert names(trace) == plain.names
-    assert found.peak_bytes - found.constant_bytes == plain.peak_bytes
-    assert found.saved_peak_bytes == report.unevicted_peak_activation_bytes
+    assert_counts(trace, plain, report.unevicted_peak_activation_bytes)
     assert timeless(trace).count(Backward()) == 1
 
 
