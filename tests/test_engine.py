@@ -66,9 +66,9 @@ def test_recomputing_online():
     """Limit 250. After each save there must be room for one more of the largest so far, 100.
 
     save 1: 100 resident, 200 with the next: fits.
-    save 2: 200, 300 with the next: 50 over. Scores cost / (bytes * idle): 1 (10+1)/(100*(10+1)) = 0.010,
+    save 2: 200, 300 with the next: 50 over. Scores cost / (bytes * idle^0.3): 1 (10+1)/(100*(10+1)^0.3) = 0.054,
             2 (10+1)/(100*1) = 0.11 -> 1 goes. Its recipe reads s, which has to be held for that (10 bytes).
-    save 3: 2 + 3 + s = 210, 310 with the next: 60 over. 2 costs 10 + 10 (1 is missing): 21/(100*11) = 0.019;
+    save 3: 2 + 3 + s = 210, 310 with the next: 60 over. 2 costs 10 + 10 (1 is missing): 21/(100*11^0.3) = 0.10;
             3: 11/100 = 0.11 -> 2 goes.
     """
     toy = Toy(250, RECOMPUTE)
@@ -108,8 +108,8 @@ def test_what_a_replay_makes_for_nobody_goes_at_once():
     # 50 + 50 fit
     assert toy.save(3, 30) == [Hold(3)]
     toy.op(4, 80, [3], cost_ns=40)
-    # 50 + 80, and 80 for the next: 60 over. 3 costs 10 + 10 + 10: 31/(50*11^0.3) = 0.30; 4: 41/80 = 0.51. 3 is not enough,
-    # and 4 goes too (it reads 3, so its chain is 3 ops longer now, which is no reason: there is nothing else)
+    # 50 + 80, and 80 for the next: 60 over. 3 costs 10 + 10 + 10: 31/(50*11^0.3) = 0.30; 4: 41/80 = 0.51. 3 is not
+    # enough, and 4 goes too (it reads 3, so its chain is 3 ops longer now, which is no reason: there is nothing else)
     toy.let_go(3)
     assert toy.save(4, 40) == [Hold(4), Hold(0), Drop(3, Action.RECOMPUTE), Drop(4, Action.RECOMPUTE)]
     toy.let_go(4)
@@ -278,7 +278,7 @@ def test_retain_graph_needs_everything_twice():
     First backward: need 2 replays 1 (s + 3 + 1 = 210 fits) and 2, for which 3 has to go (1 is read by the op). With
     every handle still alive the second backward finds 1 and 2.
     Second backward: need 3 replays 3; 2 is read by it, so 1 goes. Need 1 replays 1; of 2, used 10 ns ago, with a chain
-    of 10 + 10 ns (21/(100*11)) and 3, used 20 ns ago, with 10 (11/(100*21)), 3 goes.
+    of 10 + 10 ns (21/(100*11^0.3)) and 3, used 20 ns ago, with 10 (11/(100*21^0.3)), 3 goes.
     """
     toy = Toy(210, RECOMPUTE)
     forward(toy, 3)
