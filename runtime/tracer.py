@@ -14,6 +14,7 @@ To see backward's ops, a dispatch mode has to be on the stack while backward run
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,14 +157,23 @@ class Tracer(TorchDispatchMode):
         path = self._recording.file(self._recorded)
         self._recorded += 1
         self._core.may_watch = not self.wanted
-        facts = {"torch": torch.__version__, "threads": str(torch.get_num_threads()), "step": str(self._whole)}
-        name = path.name.partition(".")[0]
+        device, name = self._core.device, path.name.partition(".")[0]
+        facts = {
+            "torch": torch.__version__,
+            "device": _title(device.torch_device),
+            "threads": str(torch.get_num_threads()),
+            "step": str(self._whole),
+        }
         try:
-            write(Trace(name, Evictable.SAVED, step.finish(), self._core.device.kind, self._link, facts), path)
+            write(Trace(name, Evictable.SAVED, step.finish(), device.kind, self._link, facts), path)
         except TraceError as error:
             self._core.engine.totals.warnings.append(str(error))  # training goes on
         else:
             self.files.append(path)
+
+
+def _title(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
 def _in_backward() -> bool:

@@ -16,6 +16,7 @@ ERRORS = {
     "StorageModifiedError",
     "SwapError",
     "TimelineError",
+    "TraceError",
 }
 NAMES = {"evict", "load_policy", "policies", "Policy", "Report", "__version__"} | ERRORS
 

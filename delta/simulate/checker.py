@@ -2,7 +2,7 @@
 
 What must hold: an op reads only what is there and whole, and writes only where memory has been taken; memory is never
 over the capacity; the copies of one direction follow each other, none faster than the link; what comes back went out
-whole before; nothing is freed while it is being copied out.
+whole before; nothing is freed or overwritten while it is being copied.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Checker:
             case "free":
                 self._free(entry.storages[0], entry.began_ns)
             case "become":
-                self._become(entry.reads[0], entry.storages[0])
+                self._become(entry.reads[0], entry.storages[0], entry.began_ns)
             case "run":
                 self._run(entry)
             case "out" | "in":
@@ -64,12 +64,13 @@ class _Checker:
 
     def _free(self, storage: int, now_ns: int) -> None:
         _require(storage in self._whole_ns, "has no memory")
-        _require(self._leaving_ns.get(storage, 0) <= now_ns, "is still being copied out")
+        self._require_still(storage, now_ns)
         del self._whole_ns[storage]
         self._used_bytes -= self._nbytes[storage]
 
-    def _become(self, old: int, new: int) -> None:
+    def _become(self, old: int, new: int, now_ns: int) -> None:
         _require(old in self._whole_ns and new not in self._whole_ns, "cannot turn into the other")
+        self._require_still(old, now_ns)
         self._whole_ns[new] = self._whole_ns.pop(old)
 
     def _run(self, entry: Entry) -> None:
@@ -83,7 +84,8 @@ class _Checker:
 
     def _copy(self, entry: Entry) -> None:
         storage = entry.storages[0]
-        assert self._link is not None
+        if self._link is None:
+            raise ScheduleError("there is no link")
         _require(entry.began_ns >= self._link_free_ns[entry.what], "the link is busy")
         self._link_free_ns[entry.what] = entry.ended_ns
         rate = self._link.out_bytes_per_s if entry.what == "out" else self._link.in_bytes_per_s
@@ -100,6 +102,11 @@ class _Checker:
     def _require_whole(self, storage: int, now_ns: int) -> None:
         since_ns = self._whole_ns.get(storage)
         _require(since_ns is not None and since_ns <= now_ns, f"{storage} is not there, or not whole")
+
+    def _require_still(self, storage: int, now_ns: int) -> None:
+        """No copy of the storage, out or back, is under way."""
+        _require(self._leaving_ns.get(storage, 0) <= now_ns, "is still being copied out")
+        _require((self._whole_ns[storage] or 0) <= now_ns, "is still being copied back")
 
 
 def _require(met: bool, otherwise: str) -> None:

@@ -47,6 +47,8 @@ class Player:
         self._record: dict[int, int] = {}  # storage of the trace -> record
         self._ids, self._op_ids = count(), count()
         self._program: set[int] = set()  # records the program itself keeps alive
+        self._asked: set[int] = set()  # records backward has asked for and will still read
+        self._lets_go = _last_reads(trace)
         self._constants: dict[int, int] = {}
         self._going: dict[int, int] = {}  # record -> when its copy out ends
         self._coming: dict[int, int] = {}
@@ -63,7 +65,7 @@ class Player:
         self._results.clear()
         self._backward = False
         self.replay_ns = 0
-        for event in self._trace.events:
+        for position, event in enumerate(self._trace.events):
             self._poll()
             match event:
                 case Constant(storage, nbytes):
@@ -73,16 +75,17 @@ class Player:
                 case Save(storage):
                     self._save(self._record[storage])
                 case Need(storage):
-                    self._bring([self._record[storage]])
-                    self._served([self._record[storage]])
+                    self._need(self._record[storage])
                 case Unsave(storage):
                     self._do(self.engine.unsaved(self._record[storage], self._now))
                 case Free(storage):
                     self._free(self._record[storage])
                 case Result(storage):
-                    self._results.append(self._record[storage])
+                    self._result(self._record[storage])
                 case Backward():
                     self._backward = True
+            for storage in self._lets_go.get(position, ()):
+                self._read(self._record[storage])
         self._end()
 
     @property
@@ -147,6 +150,7 @@ class Player:
             if isinstance(instruction, Preserve):
                 clone = next(self._ids)
                 self._allocate(clone, self.machine.nbytes[old])
+                self.machine.run(0, (old,), (clone,))
         return clone
 
     def _overwrite(self, old: int, new: int, clone: int | None) -> None:
@@ -155,6 +159,8 @@ class Player:
         if clone is not None:
             self.machine.become(clone, old)
         self._program.discard(old)
+        self._asked.discard(old)
+        self._constants.update({storage: new for storage, record in self._constants.items() if record == old})
         if old in self.engine.ledger:
             kind = self.engine.ledger[old].kind
             kind = Kind.ACTIVATION if kind is Kind.SOURCE else kind
@@ -165,6 +171,17 @@ class Player:
         signature = self.engine.ledger[record].nbytes
         self._do(self.engine.saved(record, signature, self._now))
 
+    def _need(self, record: int) -> None:
+        """Backward has the value from here to its last read, whatever Delta does with its own reference."""
+        self._bring([record])
+        self._asked.add(record)
+        self._served([record])
+
+    def _read(self, record: int) -> None:
+        """Backward has read for the last time what it asked for."""
+        self._asked.discard(record)
+        self._do(self._died(record))
+
     def _free(self, record: int) -> None:
         """The program's last reference is gone: in a trace where everything may go, that is the handle."""
         if self._all:
@@ -173,12 +190,17 @@ class Player:
         self._program.discard(record)
         self._do(self._died(record))
 
+    def _result(self, record: int) -> None:
+        if record not in self._constants.values():  # a constant written in place is there in the next step too
+            self._results.append(record)
+
     def _end(self) -> None:
-        """What the program still refers to has to be there; then the step is over."""
-        for record in self._results:
-            self._bring([record])
-        for record in self._results:
-            self._do(self.engine.served(record))
+        """What the program still refers to has to be there, where it may have gone; then the step is over."""
+        if self._all:
+            for record in self._results:
+                self._bring([record])
+            for record in self._results:
+                self._do(self.engine.served(record))
         for record in self._results:
             self._free(record)
 
@@ -288,7 +310,26 @@ class Player:
     def _died(self, record: int) -> list[Instruction]:
         """Delta let go of a storage, or the program did: without either it is free."""
         rec = self.engine.ledger.records.get(record)
-        if (rec is not None and rec.held) or record in self._program or not self.machine.holds(record):
+        owned = (rec is not None and rec.held) or record in self._program or record in self._asked
+        if owned or not self.machine.holds(record):
             return []
         self.machine.free(record)
         return self.engine.storage_gone(record)
+
+
+def _last_reads(trace: Trace) -> dict[int, list[int]]:
+    """Event -> the storages that backward asked for and lets go of after it: it is the last op that reads them before
+    they are asked for again; `Need` itself where no op does."""
+    last: dict[int, int] = {}
+    found: dict[int, list[int]] = {}
+    for position, event in enumerate(trace.events):
+        match event:
+            case Need(storage):
+                if storage in last:
+                    found.setdefault(last[storage], []).append(storage)
+                last[storage] = position
+            case Op():
+                last.update({storage: position for storage in event.inputs if storage in last})
+    for storage, position in last.items():
+        found.setdefault(position, []).append(storage)
+    return found

@@ -75,18 +75,21 @@ class Inventory:
             self._existing(storage)
         for storage, nbytes in zip(op.outputs, op.nbytes, strict=True):
             self._add(storage, nbytes)
-        overwritten_bytes = 0
-        for old, new in zip(op.overwrites, op.outputs, strict=False):
+        overwritten_bytes = saved_bytes = 0
+        for old, new, nbytes in zip(op.overwrites, op.outputs, op.nbytes, strict=False):
             _require(old in op.inputs, f"storage {old} is overwritten, but no input")
-            overwritten_bytes += self._existing(old).nbytes
-            self._become(self._storages[old], self._storages[new])
+            before_bytes = self._existing(old).nbytes  # as many as now, unless the op resizes
+            overwritten_bytes += before_bytes
+            if self._become(old, new):
+                saved_bytes += nbytes - before_bytes
+        self._count_saved(saved_bytes)
         self._count_live(sum(op.nbytes) - overwritten_bytes, op.workspace_bytes)
 
-    def _become(self, old: _Storage, new: _Storage) -> None:
-        """The bytes of `old` hold `new` from here on; the handles follow, as those of autograd do."""
-        if old.handles:
-            self._count_saved(new.nbytes - old.nbytes)
-        new.handles, old.handles, old.freed = old.handles, 0, True
+    def _become(self, old: int, new: int) -> int:
+        """The bytes of `old` hold `new` from here on; the handles follow, as those of autograd do. How many."""
+        before, after = self._storages[old], self._storages[new]
+        after.handles, before.handles, before.freed = before.handles, 0, True
+        return after.handles
 
     def _save(self, storage: _Storage) -> None:
         storage.handles += 1
