@@ -55,7 +55,12 @@ class Record:
     @property
     def available(self) -> bool:
         """Whether Delta can have its bytes without replaying anything."""
-        return self.held or self.host is not Host.NONE or (self.kind is Kind.PARAMETER and self.alive)
+        return self.held or self.host is not Host.NONE
+
+    @property
+    def is_root(self) -> bool:
+        """Whether a replay starts from it and never makes it: a parameter that is there."""
+        return self.kind is Kind.PARAMETER and self.alive
 
 
 class Ledger:
@@ -235,7 +240,7 @@ class Ledger:
             current = todo.pop()
             op_id = self.records[current].op
             op = self.ops.get(op_id) if op_id is not None else None
-            if op is None or not op.replayable:
+            if op is None or not op.replayable or (current != record and self.records[current].is_root):
                 if not grasp or current == record or not self.records[current].alive:
                     return None
                 loose.append(current)
@@ -329,6 +334,14 @@ class Ledger:
             rec.users.clear()
             rec.saved_at = -1
         return self.forget_dead(list(self.records))
+
+    def preserve(self, record: int) -> None:
+        """The version a record stands for is about to live on in a clone of Delta's own, which counts."""
+        rec = self.records[record]
+        with self._recount(rec):
+            if rec.kind is Kind.PARAMETER:
+                rec.kind = Kind.ACTIVATION
+            rec.held = True
 
     def restart_peaks(self) -> None:
         """Begin the peaks anew from what is there now."""
