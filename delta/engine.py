@@ -181,10 +181,7 @@ class Engine:
         if rec.host is Host.LEAVING:
             out.append(AwaitOut(record))
         if rec.users and self.ledger.supports_missing(record) and rec.host is Host.NONE:
-            if rec.kind is Kind.PARAMETER:
-                rec.kind = Kind.ACTIVATION  # the clone is Delta's, and counts
-            if not rec.held:
-                self.ledger.hold(record)
+            self.ledger.preserve(record)
             out.append(Preserve(record))
         return out
 

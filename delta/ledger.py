@@ -55,7 +55,12 @@ class Record:
     @property
     def available(self) -> bool:
         """Whether Delta can have its bytes without replaying anything."""
-        return self.held or self.host is not Host.NONE or (self.kind is Kind.PARAMETER and self.alive)
+        return self.held or self.host is not Host.NONE
+
+    @property
+    def is_root(self) -> bool:
+        """Whether a replay starts from it and never makes it: a parameter that is there."""
+        return self.kind is Kind.PARAMETER and self.alive
 
 
 class Ledger:
@@ -65,7 +70,7 @@ class Ledger:
         self.records: dict[int, Record] = {}
         self.ops: dict[int, OpInfo] = {}
         self.held: dict[int, None] = {}  # the records Delta holds, the one that was in use last at the end
-        self.dead_ends: set[int] = set()  # records Delta does not have and no op can make: no replay gets past them
+        self.dead_ends: set[int] = set()  # records Delta does not have and no replay makes
         self.moved: set[int] = set()  # records that Delta got or lost since somebody last took note and cleared this
         self.resident_bytes = 0
         self.unevicted_bytes = 0
@@ -264,7 +269,7 @@ class Ledger:
             current = todo.pop()
             op_id = self.records[current].op
             op = self.ops.get(op_id) if op_id is not None else None
-            if op is None or not op.replayable:
+            if op is None or not op.replayable or (current != record and self.records[current].is_root):
                 if not grasp or current == record or not self.records[current].alive:
                     return None
                 loose.append(current)
@@ -377,6 +382,16 @@ class Ledger:
             self._look_for_dead_end(rec)
         return self.forget_dead(list(self.records))
 
+    def preserve(self, record: int) -> None:
+        """The version a record stands for is about to live on in a clone of Delta's own, which counts."""
+        rec = self.records[record]
+        with self._recount(rec):
+            if rec.kind is Kind.PARAMETER:
+                rec.kind = Kind.ACTIVATION
+            rec.held = True
+        self.held[record] = None
+        self._look_for_dead_end(rec)
+
     def restart_peaks(self) -> None:
         """Begin the peaks anew from what is there now."""
         self.peak_resident_bytes = self.resident_bytes
@@ -407,7 +422,7 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} has {rec.handles} handles and {rec.pins} pins")
             if rec.handles and not rec.available and not rec.alive and not self.recoverable(rec.id):
                 raise LedgerError(f"record {rec.id} is saved, gone, and cannot be brought back")
-        if self.dead_ends != {r.id for r in records if not r.available and not self._replayable(r)}:
+        if self.dead_ends != {r.id for r in records if not r.available and (r.is_root or not self._replayable(r))}:
             raise LedgerError("the list of dead ends differs from what the records say")
         if set(self.held) != {r.id for r in records if r.held}:
             raise LedgerError("the list of held records differs from what the records say")
@@ -424,7 +439,7 @@ class Ledger:
 
     def _look_for_dead_end(self, rec: Record) -> None:
         self.moved.add(rec.id)
-        if rec.available or self._replayable(rec):
+        if rec.available or (self._replayable(rec) and not rec.is_root):
             self.dead_ends.discard(rec.id)
         else:
             self.dead_ends.add(rec.id)

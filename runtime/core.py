@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from delta.engine import Engine
-from delta.errors import DeltaError
+from delta.errors import DeltaError, StorageModifiedError
 from delta.ledger import Host
 from delta.runtime.device.base import Device, Ticket
 from delta.runtime.persistent import Persistent
@@ -32,6 +32,7 @@ from delta.runtime.recompute import Recipe
 from delta.runtime.rematerialise import Rematerialiser
 from delta.runtime.slots import Slot, StorageRef
 from delta.runtime.swap import Swap
+from delta.runtime.view import is_shared
 from delta.runtime.watch import Watch
 from delta.timeline import Timeline
 from delta.types import (
@@ -74,6 +75,7 @@ class Core:
         self.at_pack: Callable[[], None] = _nothing  # turns the recorder on and off
         self.at_unpack: Callable[[], None] = _nothing  # takes it out of backward's way
         self.may_watch = True  # while steps are traced, every saved tensor is looked after
+        self.modes_below = 0  # dispatch modes that were there before the recorder
         self.closing = False
         self._ids = itertools.count()
         self._records: dict[int, int] = {}  # storage identity -> record
@@ -166,11 +168,24 @@ class Core:
     def record_of(self, tensor: Tensor) -> int | None:
         """The record of an op's input; one seen for the first time is a source or a parameter.
 
-        None for a small view of a big storage: a recipe would have to hold all of it (rule 1).
+        None for a small view of a big storage, because a recipe would have to hold all of it (rule 1), for a weight
+        that FSDP may have freed when the recipe is replayed, and for what may be written unseen (rule 19).
         """
+        if self.persistent.refilled(tensor):
+            return None
         record = self.known(tensor)
-        if record is not None:
-            return record
+        if record is None:
+            record = self._seen_first(tensor)
+        if record is None:
+            return None
+        kind, slot = self.engine.ledger[record].kind, self.slots[record]
+        if slot.written_unseen or (kind is not Kind.PARAMETER and is_shared(tensor)):
+            return None
+        if slot.seen is None:
+            slot.look_at(tensor)
+        return record
+
+    def _seen_first(self, tensor: Tensor) -> int | None:
         if self.persistent.holds(tensor):
             return self.create(tensor, Kind.PARAMETER)
         if tensor.device != self.device.torch_device:
@@ -242,6 +257,7 @@ class Core:
             old = self._records.get(tensor.untyped_storage()._cdata)
             if old is None or old in versions or old in versions.values():
                 continue
+            self.slots[old].seen = None  # this write is known of
             rec = self.engine.ledger[old]
             if not rec.users and not rec.handles and rec.op is None:
                 continue  # no recipe reads or makes the old version: the record can go on as it is
@@ -334,7 +350,23 @@ class Core:
             storage = slot.alive()
         if storage is None:
             raise DeltaError(f"record {record} was not brought back: this is a defect in Delta, please report it")
+        if storage.nbytes() < self.engine.ledger[record].nbytes:
+            raise StorageModifiedError(
+                f"a tensor that backward needs had {self.engine.ledger[record].nbytes} bytes and has "
+                f"{storage.nbytes()}: its storage was resized after forward. Do that after backward, or outside of the "
+                "block."
+            )
         return storage
+
+    def refuse_written(self, op: OpInfo) -> None:
+        """Raise where an input of an op that is to be replayed has been written since, and nobody told."""
+        for source in op.inputs:
+            if self.slots[source].written_unseen:
+                raise StorageModifiedError(
+                    f"a dropped tensor cannot be made again: {op.name} would read {self.engine.ledger[source].nbytes} "
+                    "bytes that were written after forward where Delta does not see it (by another thread, or by C++ "
+                    "code in backward). Write them after backward, or write into a clone."
+                )
 
     def rescued(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the user's op; out of device memory, evict all that can go and run it once more (rule 13)."""
@@ -454,7 +486,7 @@ class Core:
             return
         ended_ns = time.perf_counter_ns()
         for slot in self.slots.values():
-            slot.recipe = None
+            slot.recipe = slot.seen = None
         for step in finished:
             self.emit(
                 "step",

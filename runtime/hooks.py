@@ -3,8 +3,8 @@
 `pack` gives back a `Handle`, which knows the record and how the tensor looks at it; a `Watched`, which is the tensor
 itself in a step that fits; or a `Passed`, the tensor itself where Delta leaves it alone. With hooks installed
 autograd no longer checks for changes in place; all keep the version the tensor was saved at and raise autograd's own
-complaint (rule 3). A handle keeps the tensor's version counter without its bytes: an alias whose data is replaced by
-nothing still shares the counter.
+complaint (rule 3). A handle keeps the tensor's version counter without its bytes, and what it unpacks counts on it: a
+backward that writes into what it saved is noticed by the next one that reads it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from delta.errors import StorageModifiedError
+from delta.runtime.versions import counter_of, over
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
 
@@ -53,7 +54,6 @@ class Hooks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._nothing: dict[torch.device, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Handle | Watched | Passed:
         core = self._core
@@ -78,10 +78,7 @@ class Hooks:
         signature = hash((view.size, view.stride, view.dtype, tensor.untyped_storage().nbytes()))
         with core.entered():
             record = core.saved(tensor, signature)
-        with torch._C._DisableTorchDispatch():
-            counter = tensor.detach()
-            counter.data = self._empty(tensor)
-        return Handle(core, record, view, counter, version)
+        return Handle(core, record, view, counter_of(tensor), version)
 
     def _take_over(self) -> None:
         """What was only watched so far does not fit: look after it from here on."""
@@ -108,7 +105,7 @@ class Hooks:
         with core.entered():
             storage = core.fetch(packed.record)
         core.raise_warnings()
-        return packed.view.over(storage)
+        return over(packed.counter, packed.view.over(storage))
 
     def _wanted(self, tensor: Tensor) -> bool:
         if not is_plain(tensor) or tensor.device != self._core.device.torch_device or not tensor.numel():
@@ -116,12 +113,6 @@ class Hooks:
         if tensor.dtype is torch.bool and tensor.numel() == 1:
             return False
         return not self._core.persistent.holds(tensor)
-
-    def _empty(self, tensor: Tensor) -> Tensor:
-        nothing = self._nothing.get(tensor.device)
-        if nothing is None:
-            nothing = self._nothing[tensor.device] = torch.empty(0, device=tensor.device)
-        return nothing
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:

@@ -71,6 +71,8 @@ def facts_of(func: OpOverload) -> OpFacts:
     short = schema.name.split("::")[1]
     mutates: list[int | str] = []
     for position, argument in enumerate(schema.arguments):
+        if short == "set_":
+            break  # gives the tensor another storage, and writes into none
         if argument.alias_info is not None and argument.alias_info.is_write:
             mutates.append(argument.name if argument.kwarg_only else position)
     names = [argument.name for argument in schema.arguments]
@@ -85,6 +87,7 @@ def facts_of(func: OpOverload) -> OpFacts:
         and short not in _DATA_DEPENDENT
         and torch.Tag.dynamic_output_shape not in tags
         and torch.Tag.data_dependent_output not in tags
+        and torch.Tag.nondeterministic_bitwise not in tags
     )
     return OpFacts(
         name=f"{func.namespace}.{short}",

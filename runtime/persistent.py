@@ -1,7 +1,9 @@
 """Which storages belong to parameters and buffers: never counted, never evicted.
 
 Autograd saves `weight.t()`, a plain tensor, for a linear layer, so parameters are recognised by storage (rule 2).
-Without a model at hand, every `nn.Module` the garbage collector knows is asked for its parameters and buffers.
+Without a model at hand, every `nn.Module` the garbage collector knows is asked for its parameters and buffers. Those of
+a wrapper subclass (a DTensor) are its inner tensors. Weights that FSDP gathers are here today and gone tomorrow: they
+are `refilled`.
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from delta.runtime.sharded import gathered_weights, is_flat, may_be_sharded
 from delta.runtime.view import is_plain
 
 
@@ -22,23 +27,40 @@ class Persistent:
     def __init__(self, model: nn.Module | None) -> None:
         self._model = weakref.ref(model) if model is not None else None
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._refilled: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._searched = False
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage is a parameter's or a buffer's."""
         base = tensor._base  # of `weight.t()`: knows also the parameters of a model that was made after the search
-        if isinstance(tensor if base is None else base, nn.Parameter):
-            self._add(tensor)
+        parameter = tensor if base is None else base
+        if isinstance(parameter, nn.Parameter):
+            if not self._has(tensor):
+                self._found(tensor, parameter)
             return True
         if not self._searched:
             self._searched = True
             self._collect()
         return self._has(tensor)
 
+    def refilled(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage belongs to FSDP and may be empty when a recipe is replayed."""
+        return may_be_sharded() and self.holds(tensor) and _is_in(self._refilled, tensor.untyped_storage())
+
     def _has(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
-        return known is not None and known() is storage
+        return _is_in(self._known, tensor.untyped_storage())
+
+    def _found(self, tensor: Tensor, parameter: nn.Parameter) -> None:
+        """A parameter's storage seen for the first time: of a new model, or gathered by FSDP."""
+        self._add(tensor)
+        if is_flat(parameter):
+            self._add(tensor, self._refilled)
+        self._note_gathered()
+
+    def _note_gathered(self) -> None:
+        for weight in gathered_weights():
+            self._add(weight)
+            self._add(weight, self._refilled)
 
     def _collect(self) -> None:
         model = self._model() if self._model is not None else None
@@ -48,12 +70,26 @@ class Persistent:
         self._known = {key: ref for key, ref in self._known.items() if ref() is not None}
         for module in modules:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and is_plain(tensor):
-                    self._add(tensor)
+                if tensor is not None:
+                    for part in _parts(tensor):
+                        self._add(part)
+        self._note_gathered()
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Tensor, to: dict[int, weakref.ref[torch.UntypedStorage]] | None = None) -> None:
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = weakref.ref(storage)
+        (self._known if to is None else to)[storage._cdata] = weakref.ref(storage)
+
+
+def _is_in(known: dict[int, weakref.ref[torch.UntypedStorage]], storage: torch.UntypedStorage) -> bool:
+    ref = known.get(storage._cdata)
+    return ref is not None and ref() is storage
+
+
+def _parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a parameter or buffer is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
+    return [tensor] if is_plain(tensor) else []
 
 
 def _all_modules() -> list[nn.Module]:

@@ -2,8 +2,9 @@
 
 A recipe holds the op with its plain arguments and, in place of tensors, references to records; it keeps no tensor
 alive. Replay happens below autograd and autocast (the recorded op is what ran below them the first time), with the
-random generator set to its recorded state and put back afterwards, with scratch space for batch-norm statistics and
-copies of the inputs the op overwrites. What comes out is compared with what was recorded before anybody may use it.
+random generator and the process's settings as they were then and put back afterwards, with scratch space for batch-norm
+statistics and copies of the inputs the op overwrites. What comes out is compared with what was recorded before anybody
+may use it.
 
 Guarantee: a replay changes nothing but its results. Not covered: choosing what to replay (`delta.engine`).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch._ops import OpOverload
 
 from delta.errors import RecomputeMismatchError
 from delta.runtime.opfacts import OpFacts
+from delta.runtime.settings import Settings, current, under
 from delta.runtime.view import View
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
@@ -75,6 +77,7 @@ class Recipe:
     products: tuple[Product, ...]
     generator: torch.Generator | None
     generator_state: Tensor | None
+    settings: Settings = field(default_factory=current)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ def replay(
     copies: dict[int, torch.UntypedStorage] = {}
     tensors = []
     with ExitStack() as stack:
+        stack.enter_context(under(recipe.settings))
         stack.enter_context(torch.enable_grad())  # some ops look at the mode; nothing is tracked below autograd
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from delta.runtime.modes import only_lowest
 from delta.runtime.recompute import replay
 from delta.types import OpInfo
 
@@ -34,10 +35,12 @@ class Rematerialiser:
         core.run(engine.before_replay(op, time.perf_counter_ns()))
         for source in op.inputs:
             core.ready(source)
+        core.refuse_written(op)
         wanted, stolen = engine.made_again(op), engine.stealable(op)
         recipe = next(slot.recipe for r in op.outputs if (slot := core.slots.get(r)) is not None and slot.recipe)
         began_ns = time.perf_counter_ns()
-        storages = replay(recipe, core.ready, stolen)
+        with only_lowest(core.modes_below):
+            storages = replay(recipe, core.ready, stolen)
         ended_ns = time.perf_counter_ns()
         for made in wanted:
             slot = core.slots[made]

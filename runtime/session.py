@@ -21,6 +21,7 @@ from delta.engine import Engine
 from delta.errors import BudgetError, NestedSessionError
 from delta.policies.loader import load
 from delta.report import Report
+from delta.runtime.compiled import AnnouncedWrites, compiled_calls
 from delta.runtime.core import Core
 from delta.runtime.daemon import Daemon
 from delta.runtime.device import Device, make_device
@@ -28,6 +29,7 @@ from delta.runtime.hooks import Hooks
 from delta.runtime.modules import ModuleNames
 from delta.runtime.persistent import Persistent
 from delta.runtime.recorder import Recorder
+from delta.runtime.replicas import no_replicas
 from delta.runtime.settle import settle_kernels
 from delta.runtime.tracer import Tracer
 from delta.timeline import Timeline
@@ -39,6 +41,12 @@ SAMPLE_S = 0.05
 # The part of a copy's time that compute loses to it. On a CPU device the I/O threads share cores and memory bandwidth
 # with the ops; a copy engine takes next to nothing.
 INTERFERENCE = {"cpu": 0.3, "chaos": 0.3, "cuda": 0.02}
+# What torch.func answers to hooks asks the user to report it to PyTorch; it says nothing of Delta.
+_HOOKS_REFUSED = (
+    "delta.evict works through saved-tensor hooks, under which torch.func.{grad, vjp, jacrev, hessian} do not run: use "
+    "torch.autograd.grad or torch.autograd.functional, give the function that calls the transform to torch.compile, or "
+    "run it outside of the block"
+)
 
 _open_session: weakref.ref[evict] | None = None
 _open_lock = threading.Lock()
@@ -106,6 +114,8 @@ class evict(ContextDecorator):
         stack, self._stack = self._stack, None
         assert stack is not None
         stack.close()
+        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            error.add_note(_HOOKS_REFUSED)
         if self._core is not None and kind is None:
             self._core.raise_warnings()
 
@@ -166,6 +176,8 @@ class evict(ContextDecorator):
         stack.callback(daemon.stop)
         if model is not None and (timeline.active or any(rule.module for rule in self.policy.rules)):
             stack.enter_context(ModuleNames(core, model))
+        stack.enter_context(AnnouncedWrites(core))
+        stack.enter_context(no_replicas())
         hooks = Hooks(core)
         if self._trace is not None:
             self._tracer = Tracer(core, hooks, self._trace, _measured(device))
@@ -200,12 +212,15 @@ class evict(ContextDecorator):
 class _Switch:
     """Puts tracer and recorder on the mode stack and takes them off, only where the stack is as the block found it.
 
-    In between another mode of the user's may lie above ours, and leaving a mode takes off whatever is on top.
+    In between another mode of the user's may lie above ours, and leaving a mode takes off whatever is on top. And a
+    compiled function, when it returns, puts back the dispatch keys of the time it was called: a mode put on meanwhile
+    would see nothing from then on, and one taken off would be missed.
     """
 
     def __init__(self, recorder: Recorder, core: Core, tracer: Tracer | None) -> None:
         self._recorder, self._core, self._tracer = recorder, core, tracer
-        self._depth = torch._C._len_torch_dispatch_stack()
+        self._depth = core.modes_below = torch._C._len_torch_dispatch_stack()
+        self._compiled_calls = compiled_calls()
         self._on: list[TorchDispatchMode] = []  # the last one on top
 
     def follow(self) -> None:
@@ -215,15 +230,20 @@ class _Switch:
             return
         if torch._C._len_torch_dispatch_stack() != self._depth + len(self._on):
             return
+        if compiled_calls() != self._compiled_calls:
+            return
         self._turn(wanted)
 
     def step_aside(self) -> None:
         """In backward: take the recorder off for the rest of the node that is running.
 
         Some backward formulas (that of `prod`, for one) compute differently while any dispatch mode is on the stack, so
-        plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended.
+        plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended. Functions written
+        in Python are no such formulas: they run the program's own code, which may write, and that has to be seen.
         """
         if self._recorder not in self._on or torch._C._current_graph_task_id() == -1:
+            return
+        if _runs_the_program_s_code(torch._C._current_autograd_node()):
             return
         if _get_current_dispatch_mode() is self._recorder:
             torch._C._pop_torch_dispatch_stack(None)
@@ -248,6 +268,13 @@ class _Switch:
             self._on.append(mode)
         if recorded is not (self._recorder in wanted):
             self._core.engine.recording(not recorded)
+
+
+def _runs_the_program_s_code(node: Any) -> bool:
+    """Whether a node of backward is an `autograd.Function`, other than that of a compiled graph."""
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    return not getattr(type(node), "_forward_cls").__module__.startswith("torch._functorch")  # noqa: B009, not typed
 
 
 def _link(device: Device, budget: Budget) -> Link:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch import Tensor
 
 from delta.runtime.device.base import HostBlock, Ticket
 from delta.runtime.recompute import Recipe
@@ -21,7 +22,7 @@ class StorageRef(weakref.ref):  # type: ignore[type-arg]
 class Slot:
     """The mechanism's side of a record."""
 
-    __slots__ = ("block", "coming", "going", "recipe", "ref", "storage")
+    __slots__ = ("block", "coming", "going", "recipe", "ref", "seen", "storage", "version")
 
     def __init__(self, ref: StorageRef | None) -> None:
         self.ref = ref
@@ -30,6 +31,8 @@ class Slot:
         self.going: Ticket | None = None
         self.coming: Ticket | None = None
         self.recipe: Recipe | None = None
+        self.seen: weakref.ref[Tensor] | None = None  # a tensor on the storage, at this version when a recipe read it
+        self.version = 0
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage, if anybody still has it."""
@@ -37,3 +40,17 @@ class Slot:
             return self.storage
         storage: torch.UntypedStorage | None = self.ref() if self.ref is not None else None
         return storage
+
+    def look_at(self, tensor: Tensor) -> None:
+        """From here on, writes that nobody tells of show in the tensor's version counter."""
+        base = tensor._base  # a view dies soon, and counts on its base
+        self.seen = weakref.ref(tensor if base is None else base)
+        self.version = tensor._version
+
+    @property
+    def written_unseen(self) -> bool:
+        """Whether the bytes may be others than those of the recorded version."""
+        tensor = self.seen() if self.seen is not None else None
+        if tensor is None or tensor._version == self.version:
+            return False
+        return self.ref is None or tensor.untyped_storage()._cdata == self.ref.key  # else it has moved on to another

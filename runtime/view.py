@@ -42,15 +42,26 @@ class View:
         return tensor
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether others may write the tensor's memory without PyTorch's knowledge.
+
+    Memory that came from NumPy, a buffer or DLPack, or was given to NumPy, cannot be resized; memory shared with other
+    processes says so (on CUDA any does, and it means nothing).
+    """
+    storage = tensor.untyped_storage()
+    return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is an ordinary strided one whose bytes are all in its storage.
 
-    Subclasses, sparse, quantized and nested layouts, fake and functorch-wrapped tensors are left alone.
+    Subclasses, sparse, quantized and nested layouts, fake and functorch-wrapped tensors are left alone, and so are
+    zero tensors (tangents of constants in forward AD), which have no bytes.
     """
     if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
         return False
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_inference():
         return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
         return False
     return tensor.device.type != "meta"

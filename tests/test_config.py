@@ -93,7 +93,9 @@ def test_what_is_kept_for_replays():
     assert ReplayConfig(sources="drop").sources is Leftover.DROP
 
 
-@pytest.mark.parametrize(("model", "field"), [(FilterConfig, "cost"), (ReplayConfig, "sources"), (ReplayConfig, "results")])
+@pytest.mark.parametrize(
+    ("model", "field"), [(FilterConfig, "cost"), (ReplayConfig, "sources"), (ReplayConfig, "results")]
+)
 def test_unknown_words_refused(model, field):
     with pytest.raises(ValidationError, match=f"{field}\n *Input should be '"):
         model.model_validate({field: "other"})

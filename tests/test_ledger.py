@@ -300,10 +300,26 @@ def test_a_host_copy_is_a_root(have):
 
 
 def test_a_parameter_is_a_root_while_it_is_alive():
+    """The program may replace or delete it, so what is dropped needs it held."""
     ledger = a_ledger([1, 1], [an_op(100, [0], [1])], {0: Kind.PARAMETER})
-    assert ledger.recoverable(1)
-    ledger.gone(0)
     assert not ledger.recoverable(1)
+    assert ledger.recoverable(1, grasp=True)
+    assert ledger.anchors(1) == [0]
+    ledger.hold(0)
+    assert ledger.recoverable(1)
+    assert ledger.resident_bytes == 0
+    ledger.let_go(0)
+    ledger.gone(0)
+    assert not ledger.recoverable(1, grasp=True)
+
+
+def test_a_preserved_parameter_counts():
+    ledger = a_ledger([8], kinds={0: Kind.PARAMETER})
+    ledger.hold(0)
+    assert ledger.resident_bytes == 0
+    ledger.preserve(0)
+    assert ledger.resident_bytes == 8
+    ledger.validate()
 
 
 def test_without_an_op_that_may_run_again_nothing_is_recoverable():

@@ -61,6 +61,8 @@ class Player:
     def step(self) -> None:
         """Play the trace once. Infeasible or Thrash where it cannot be done."""
         self.engine.recording(True)
+        for record in self._constants.values():
+            self._keep(record)
         self._record = dict(self._constants)
         self._results.clear()
         self._backward = False
@@ -102,6 +104,13 @@ class Player:
         self._program.add(record)
         kind = Kind.SOURCE if storage in self._saved_constants else Kind.PARAMETER
         self.engine.created(record, nbytes, kind, self._now)
+        self._keep(record)
+
+    def _keep(self, record: int) -> None:
+        """The device has its constants to the end of the step, whatever happens."""
+        rec = self.engine.ledger[record]
+        if rec.kind is Kind.PARAMETER and not rec.held:
+            self.engine.ledger.hold(record)
 
     def _op(self, op: Op) -> None:
         reads = tuple(self._record[storage] for storage in op.inputs)

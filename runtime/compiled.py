@@ -1,0 +1,60 @@
+"""Gets along with `torch.compile`: Delta is not compiled itself, and hears of what compiled code writes.
+
+Compiled kernels write below the dispatcher, where the recorder sees nothing. Before a graph of `torch.compile` runs,
+the version of each input that it will write in place is increased, because autograd needs that. It is the one sign of
+such a write, and it comes early enough to keep the old value for the recipes that read it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._dynamo import eval_frame, trace_rules
+
+from delta.runtime.view import is_plain
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+
+# Dynamo passes over Delta's own code, which it meets in hooks that run in the midst of a compiled function. Importing
+# it costs nothing in the end: every optimiser does it when it is made, and a dispatch mode at its first op.
+trace_rules.add("delta")
+
+
+def compiled_calls() -> int:
+    """How many functions that `torch.compile` made are running on this thread, one inside the other."""
+    calls, frame = 0, sys._getframe(1).f_back
+    while frame is not None:
+        code = frame.f_code
+        calls += code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__
+        frame = frame.f_back
+    return calls
+
+
+class AnnouncedWrites:
+    """While entered, `core` hears of tensors whose version is increased by hand."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def __enter__(self) -> AnnouncedWrites:
+        self._increment = torch._C._increment_version
+        torch._C._increment_version = self._announced
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        torch._C._increment_version = self._increment
+
+    def _announced(self, tensors: Iterable[Tensor]) -> None:
+        written = tuple(tensors)
+        core = self._core
+        with core.entered():
+            plain = [tensor for tensor in written if is_plain(tensor)]
+            preserved = core.before_overwrite(plain)
+            core.versions_ended(core.overwritten(plain, preserved))
+        self._increment(written)

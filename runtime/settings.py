@@ -1,0 +1,67 @@
+"""Settings of the process that decide which kernel an op takes and what bits it gives.
+
+A program may change them between forward and backward (`torch.backends.mkldnn.flags` around a layer, a loss in full
+precision, another number of threads), so a replay runs under those of forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+Settings = tuple[Any, ...]
+
+
+def _set_deterministic(on: bool) -> None:
+    torch._C._set_deterministic_algorithms(on, warn_only=torch._C._get_deterministic_algorithms_warn_only())
+
+
+def _precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    return partial(read, backend, op), partial(write, backend, op)
+
+
+_EVERYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_deterministic_algorithms, _set_deterministic),
+)
+_ON_CPU = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    _precision("mkldnn", "matmul"),
+    _precision("mkldnn", "conv"),
+)
+_ON_CUDA = (
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+)
+_ALL = _EVERYWHERE + _ON_CPU + (_ON_CUDA if torch.backends.cuda.is_built() else ())
+_READ = tuple(read for read, _ in _ALL)
+
+
+def current() -> Settings:
+    """The settings as they are now."""
+    return tuple([read() for read in _READ])
+
+
+@contextmanager
+def under(settings: Settings) -> Iterator[None]:
+    """Settings as they were; afterwards as they are now."""
+    now = current()
+    _change(now, settings)
+    try:
+        yield
+    finally:
+        _change(settings, now)
+
+
+def _change(now: Settings, wanted: Settings) -> None:
+    for (_, write), is_now, value in zip(_ALL, now, wanted, strict=True):
+        if is_now != value:
+            write(value)

@@ -1,0 +1,30 @@
+"""Version counters: PyTorch counts the writes into a tensor, and all views of it share the count.
+
+An alias whose data has been replaced still shares the counter. So a count can be kept without the bytes, and other
+bytes can be put under it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def counter_of(tensor: Tensor) -> Tensor:
+    """A tensor without bytes that counts the writes into `tensor`."""
+    return over(tensor, _nothing(tensor.device))
+
+
+def over(counter: Tensor, data: Tensor) -> Tensor:
+    """`data` as a tensor whose writes count on `counter`."""
+    with torch._C._DisableTorchDispatch():
+        alias = counter.detach()
+        alias.data = data
+    return alias
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
