@@ -109,7 +109,7 @@ def compiled_model(backend: object, part: bool, dynamic: bool | None = None) -> 
 # -- the compile stays on ---------------------------------------------------------------------------------------------
 def quick_and_slow() -> list[Any]:
     """Every backend, on a whole model and on a part of it, under every policy; a few of them in the default run."""
-    quick = {("eager", False, "recompute"), ("aot_eager", False, "delta"), ("inductor", True, "recompute")}
+    quick = {("eager", False, "recompute"), ("aot_eager", False, "delta"), ("inductor", True, "swap")}
     quick |= {("aot_eager", True, name) for name in POLICIES}
     every = product(("eager", "aot_eager", "inductor"), (False, True), POLICIES)
     return [pytest.param(*given, marks=[] if given in quick else pytest.mark.slow) for given in every]

@@ -767,12 +767,12 @@ def written_in_place_everywhere() -> list[Tensor]:
         x = model(torch.randn(6, 8))
         y = x.clone().add_(1).mul_(x)
         y[::2] = 0
-        y[:, 1:3].exp_()
+        y[:, 1:3].neg_()
         y[y > 2] *= 0.5
         y.index_add_(0, torch.tensor([0, 3]), y[4:].detach().clone())
         torch.clamp(y.detach(), -1, 1, out=(room := torch.empty(6, 8)))
         halves = list(y.split(4, 1))
-        (y * room.add_(1)).square_().cumsum_(1)
+        (y * room.add_(1)).neg_().cumsum_(1)
         return torch.cat(halves).sigmoid().mul(2).sub_(1).square().mean()
 
     return train(model, loss_of, sgd(model))
