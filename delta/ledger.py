@@ -131,9 +131,8 @@ class Ledger:
         self.handles += 1
         if rec.saved_at < 0:
             rec.saved_at = order
-        if rec.handles == 1 and rec.kind is not Kind.PARAMETER:
-            self.unevicted_bytes += rec.nbytes
-            self.peak_unevicted_bytes = max(self.peak_unevicted_bytes, self.unevicted_bytes)
+        if rec.handles == 1:
+            self._count_unevicted(rec)
         return rec.handles == 1
 
     def unsave(self, record: int) -> bool:
@@ -388,6 +387,7 @@ class Ledger:
         with self._recount(rec):
             if rec.kind is Kind.PARAMETER:
                 rec.kind = Kind.ACTIVATION
+                self._count_unevicted(rec)
             rec.held = True
         self.held[record] = None
         self._look_for_dead_end(rec)
@@ -456,6 +456,12 @@ class Ledger:
         for source in set(self.ops.pop(op_id).inputs):
             self.records[source].users.discard(op_id)
             yield source
+
+    def _count_unevicted(self, rec: Record) -> None:
+        """A record has got its first handle, or has handles and counts from here on."""
+        if rec.handles and rec.kind is not Kind.PARAMETER:
+            self.unevicted_bytes += rec.nbytes
+            self.peak_unevicted_bytes = max(self.peak_unevicted_bytes, self.unevicted_bytes)
 
     def note_peak(self) -> None:
         """What is resident now counts for the peak."""

@@ -1,9 +1,13 @@
 """Costs by hand. Units: bytes, ns; a link of N GB/s moves N bytes in a ns."""
 
 import pytest
+from builders import a_ledger, an_op
+from hypothesis import given
+from hypothesis import strategies as st
 
-from delta.costs import Chains, LinkQueue
-from delta.types import Link
+from delta.costs import Ancestry, Chains, LinkQueue, closure_ns, eviction_cost_ns, own_ns
+from delta.ledger import Ledger
+from delta.types import Cost, Kind, Link
 
 
 # -- chains -----------------------------------------------------------------------------------------------------------
@@ -145,3 +149,112 @@ def test_asking_queues_nothing():
     queue = LinkQueue(OUT_10_IN_5)
     queue.exposed_ns(1000, 0, 0, 0)
     assert (queue.out_free_ns, queue.in_free_ns) == (0, 0)
+
+
+# -- what an eviction costs -------------------------------------------------------------------------------------------
+def a_broken_chain() -> tuple[Ledger, Chains]:
+    """0 - 1 - 2 - 3 - 4 - 5, made in 1, 2, 4, 8, 16 ns from the source 0. 1, 2 and 4 are gone; 3 may go next."""
+    ops = [an_op(100 + i, [i], [i + 1], cost_ns=2**i) for i in range(5)]
+    ledger = a_ledger([1] * 6, ops, {0: Kind.SOURCE})
+    chains = Chains()
+    for record in (0, 3, 5):
+        ledger.hold(record)
+    for record in (1, 2, 4):
+        chains.gone(record, own_ns(ledger, record), [*ledger.parents(record), *ledger.children(record)])
+        ledger.gone(record)
+    return ledger, chains
+
+
+def priced(kind: Cost, ledger: Ledger, chains: Chains, record: int) -> int:
+    return eviction_cost_ns(kind, ledger, chains, Ancestry(ledger), record)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cost_ns"),
+    [
+        (Cost.OWN, 4),  # the op that made 3
+        (Cost.ANCESTORS, 7),  # and those of 2 and 1
+        (Cost.NEIGHBOURHOOD, 15),  # and that of 4
+        (Cost.CLASSES, 15),  # classes {1, 2} and {4}
+    ],
+)
+def test_the_cost_of_an_eviction_by_hand(kind, cost_ns):
+    assert priced(kind, *a_broken_chain(), 3) == cost_ns
+
+
+def test_classes_remember_what_the_neighbourhood_forgets():
+    """2 is back, and nothing connects 1 with 3 any more. With 2 gone again it is a class of its own, beside that of 1,
+    until their ops join them once more."""
+    ledger, chains = a_broken_chain()
+    ledger.hold(2)
+    chains.back(2, 2)
+    assert priced(Cost.NEIGHBOURHOOD, ledger, chains, 3) == 4 + 8
+    assert priced(Cost.CLASSES, ledger, chains, 3) == 4 + 8
+    ledger.hold(4)
+    chains.back(4, 8)
+    assert priced(Cost.CLASSES, ledger, chains, 3) == 4
+    ledger.let_go(3)
+    ledger.gone(3)
+    chains.gone(3, 4, [2, 4])
+    # 1 and 3 are both missing, and 2, which is there, lies between them: two classes, 1 + 4, beside its own 2 ns
+    assert priced(Cost.CLASSES, ledger, chains, 2) == 2 + 1 + 4
+    assert priced(Cost.NEIGHBOURHOOD, ledger, chains, 2) == 2 + 1 + 4
+
+
+def test_classes_are_dearer_once_they_have_been_connected():
+    """1, 2 and 3 were gone together; 2 came back. 4 is beside 3 alone, and still pays for 1."""
+    ops = [an_op(100 + i, [i], [i + 1], cost_ns=2**i) for i in range(4)]
+    ledger, chains = a_ledger([1] * 5, ops, {0: Kind.SOURCE}), Chains()
+    for record in (0, 4):
+        ledger.hold(record)
+    for record in (1, 2, 3):
+        chains.gone(record, own_ns(ledger, record), [*ledger.parents(record), *ledger.children(record)])
+        ledger.gone(record)
+    ledger.hold(2)
+    chains.back(2, 2)
+    assert priced(Cost.ANCESTORS, ledger, chains, 4) == 8 + 4
+    assert priced(Cost.NEIGHBOURHOOD, ledger, chains, 4) == 8 + 4
+    assert priced(Cost.CLASSES, ledger, chains, 4) == 8 + 4 + 1
+
+
+def test_a_closure_stops_at_what_is_there_and_pays_each_record_once():
+    """4 = f(2, 3), 2 = f(1), 3 = f(1), 1 = f(0); 1, 2 and 3 are gone."""
+    ops = [
+        an_op(10, [0], [1], cost_ns=1),
+        an_op(11, [1], [2], cost_ns=10),
+        an_op(12, [1], [3], cost_ns=100),
+        an_op(13, [2, 3], [4], cost_ns=1000),
+    ]
+    ledger = a_ledger([1] * 5, ops)
+    for record in (0, 4):
+        ledger.hold(record)
+    assert closure_ns(ledger, 4, ledger.parents) == 111, "what merely is alive counts as gone"
+    assert closure_ns(ledger, 1, ledger.children) == 110
+    ledger.hold(2)
+    assert closure_ns(ledger, 4, ledger.parents) == 101
+    assert closure_ns(ledger, 0, ledger.parents) == 0
+
+
+def test_what_no_op_made_costs_nothing():
+    assert own_ns(a_ledger([1]), 0) == 0
+
+
+@given(st.data())
+def test_ancestry_remembers_only_what_is_still_true(data):
+    """Records go and come in any order; what is asked for in between is what a fresh walk finds."""
+    count = data.draw(st.integers(2, 9))
+    sources = [data.draw(st.lists(st.integers(0, number - 1), min_size=1, max_size=3)) for number in range(1, count)]
+    ops = [an_op(100 + number, read, [number], cost_ns=3**number) for number, read in enumerate(sources, 1)]
+    ledger = a_ledger([1] * count, ops, {0: Kind.SOURCE})
+    for record in range(count):
+        ledger.save(record, record)
+        ledger.hold(record)
+    ancestry = Ancestry(ledger)
+    for record in data.draw(st.lists(st.integers(1, count - 1), max_size=20)):
+        if ledger[record].held:
+            ledger.let_go(record)
+            ledger.gone(record)
+        else:
+            ledger.hold(record)
+        for asked in data.draw(st.sets(st.integers(0, count - 1))):
+            assert ancestry.cost_ns(asked) == own_ns(ledger, asked) + closure_ns(ledger, asked, ledger.parents)

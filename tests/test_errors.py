@@ -11,6 +11,7 @@ TREE = {
     "BudgetError": errors.DeltaError,
     "PolicyError": errors.DeltaError,
     "TimelineError": errors.DeltaError,
+    "PlotError": errors.DeltaError,
     "TraceError": errors.DeltaError,
     "NestedSessionError": errors.DeltaError,
     "RecomputeMismatchError": errors.DeltaError,

@@ -322,6 +322,18 @@ def test_a_preserved_parameter_counts():
     ledger.validate()
 
 
+def test_a_preserved_parameter_counts_with_its_handles():
+    ledger = a_ledger([8], kinds={0: Kind.PARAMETER})
+    ledger.save(0, 0)
+    ledger.preserve(0)
+    assert (ledger.resident_bytes, ledger.unevicted_bytes, ledger.peak_unevicted_bytes) == (8, 8, 8)
+    ledger.validate()
+    ledger.unsave(0)
+    ledger.let_go(0)
+    assert (ledger.resident_bytes, ledger.unevicted_bytes) == (0, 0)
+    ledger.validate()
+
+
 def test_without_an_op_that_may_run_again_nothing_is_recoverable():
     ledger = a_chain([1, 1], replayable=False)
     ledger.hold(0)

@@ -119,7 +119,8 @@ class Player:
             self._bring(reads)
             self._do(self.engine.allocating(sum(op.nbytes), self._now))
         makes = tuple(next(self._ids) for _ in op.outputs)
-        olds = tuple(self._record[storage] for storage in op.overwrites)
+        replaced = tuple(self._record[storage] for storage in op.overwrites)
+        olds = () if self._all else replaced  # where everything may go, a write in place makes a copy, as in DTR
         preserved = {old: self._preserve(old) for old in olds if old in self.engine.ledger}
         for made, nbytes in list(zip(makes, op.nbytes, strict=True))[len(olds) :]:
             self._allocate(made, nbytes)
@@ -139,6 +140,9 @@ class Player:
                 self._save(made)
                 self._program.discard(made)  # its references are the handles
             self._served(reads)
+            for old in replaced:
+                if old not in self._constants.values():
+                    self._free(old)
 
     def _tell(self, op: Op, reads: tuple[int, ...], makes: tuple[int, ...], olds: tuple[int, ...]) -> None:
         """Report the op; one without a recipe reads nothing, so it keeps nothing alive."""

@@ -1,0 +1,142 @@
+"""`deltactl simulate` and `deltactl compare`: tables, JSON, plots, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from logs import chain, random_net
+from typer.testing import CliRunner, Result
+
+from delta.cli import app
+from delta.simulate import Run
+from delta.trace import read, write
+
+
+def deltactl(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, prog_name="deltactl")
+
+
+def printed(*arguments: str) -> list[str]:
+    outcome = deltactl(*arguments)
+    assert outcome.exit_code == 0, outcome.output
+    return outcome.stdout.splitlines()
+
+
+def refused(*arguments: str) -> str:
+    outcome = deltactl(*arguments)
+    assert outcome.exit_code == 2
+    assert outcome.stderr.startswith("deltactl: ") and "Traceback" not in outcome.output
+    return outcome.stderr.removeprefix("deltactl: ")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    return str(random_net(12, 0).write(tmp_path / "net.log"))
+
+
+def test_json_has_an_object_for_each_run_with_every_field(log: str) -> None:
+    policies = ("--policy", "dtr", "--policy", "delta", "--set", "filter.min_bytes=0")
+    lines = printed("simulate", log, *policies, "--budget", "0.6", "--budget", "50%", "--json")
+    runs = [json.loads(line) for line in lines]
+    assert [run["policy"] for run in runs] == ["dtr", "dtr", "delta", "delta"]
+    assert all(list(run) == [field.name for field in fields(Run)] for run in runs)
+    base_ns = read(log).base_ns
+    for run in runs:
+        assert (run["trace"], run["base_ns"], run["allocator"]) == ("net", base_ns, "ideal")
+        assert run["status"] == "ok" and run["peak_bytes"] <= run["budget_bytes"]
+        assert run["overhead"] == run["total_ns"] / base_ns >= 1
+        assert run["decision_ns"] > 0 < run["decisions"]
+    assert runs[0]["budget_bytes"] > runs[1]["budget_bytes"]
+
+
+def test_the_table_has_a_line_for_each_run_and_says_why_one_failed(log: str) -> None:
+    head, rule, *rows = printed("simulate", log, "--policy", "dtr", "--budget", "1.0", "--budget", "0.3")
+    assert head.split() == [
+        *("trace", "policy", "budget", "overhead", "first", "peak"),
+        *("swapped", "recomputed", "stalled", "free", "decisions"),
+    ]
+    assert set(rule) <= {"-", " ", "─"}
+    assert rows[0].split()[:2] == ["net", "dtr"] and "1.0000" in rows[0]
+    assert rows[1].split()[:2] == ["net", "dtr"]
+    assert "infeasible" in rows[1] or "thrash" in rows[1]
+    assert rows[2].startswith("net, dtr, ") and len(rows) == 3
+
+
+def test_a_budget_in_bytes(log: str) -> None:
+    (line,) = printed("simulate", log, "--policy", "dtr", "--budget", "1MiB", "--json")
+    assert json.loads(line)["budget_bytes"] == 2**20
+
+
+def test_a_link_makes_swapping_possible(log: str) -> None:
+    arguments = ("simulate", log, "--policy", "swap", "--budget", "0.6", "--set", "filter.min_bytes=0", "--json")
+    assert "can only swap, and there is no link: give one with --link" in refused(*arguments)
+    run = json.loads(printed(*arguments, "--link", "1GB/s")[0])
+    assert run["status"] == "ok" and run["swapped_bytes"] > 0 == run["recomputed_ns"]
+    slow = json.loads(printed(*arguments, "--link", "100MB/s")[0])
+    assert slow["stall_ns"] > run["stall_ns"]
+
+
+def test_overrides_reach_the_policy(log: str) -> None:
+    overheads = set()
+    for cost in ("own", "classes"):
+        (line,) = printed(
+            "simulate", log, "--policy", "dtr", "--budget", "0.5", "--set", f"filter.cost={cost}", "--json"
+        )
+        overheads.add(json.loads(line)["overhead"])
+    assert len(overheads) == 2
+
+
+def test_the_modelled_allocator_of_cuda(log: str) -> None:
+    (line,) = printed("simulate", log, "--policy", "dtr", "--budget", "4MiB", "--allocator", "caching", "--json")
+    assert json.loads(line)["allocator"] == "caching"
+
+
+def test_a_trace_of_delta_is_taken_like_a_log(log: str, tmp_path: Path) -> None:
+    copy = tmp_path / "net.jsonl.gz"
+    write(read(log), copy)
+    arguments = ("--policy", "dtr", "--budget", "0.5", "--json")
+    first, second = (json.loads(printed("simulate", path, *arguments)[0]) for path in (log, str(copy)))
+    assert first | {"decision_ns": 0} == second | {"decision_ns": 0}
+
+
+def test_compare_prints_policies_by_budgets_for_each_trace(log: str, tmp_path: Path) -> None:
+    other = str(chain(10).write(tmp_path / "chain.log"))
+    arguments = ("--policy", "dtr", "--policy", "delta", "--budget", "0.5", "--budget", "1.0")
+    text = "\n".join(printed("compare", log, other, *arguments))
+    first, second = (part.splitlines() for part in text.split("\n\n"))
+    for part, name in ((first, "net"), (second, "chain")):
+        assert part[0].split()[0] == name
+        assert [line.split()[0] for line in part[2:]] == ["dtr", "delta"]
+        assert all(line.split()[1] == "1.0000" for line in part[2:]), "the larger budget first: nothing goes"
+
+
+def test_compare_writes_a_page(log: str, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "plot.html"
+    printed("compare", log, "--policy", "dtr", "--budget", "0.5", "--plot", str(page))
+    assert "net: dtr" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--budget", "0.01"], "its constants and what its largest op"),
+        (["--budget", "lots"], "budget='lots'"),
+        (["--budget", "0.5", "--link", "fast"], "link='fast'"),
+        (["--budget", "0.5", "--allocator", "best"], "--allocator best: allowed are ideal, caching"),
+        (["--budget", "0.5", "--set", "filter.cost"], "--set filter.cost: give KEY=VALUE"),
+        (["--budget", "0.5", "--set", "filter.cst=own"], "unknown key. Did you mean 'filter.cost'?"),
+    ],
+)
+def test_bad_options_are_refused(log: str, options: list[str], why: str) -> None:
+    assert why in refused("simulate", log, "--policy", "dtr", *options)
+
+
+def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "no.log"
+    path.write_text('{"INSTRUCTION": "JUMP"}\n')
+    message = refused("simulate", str(path), "--policy", "dtr", "--budget", "0.5")
+    assert "line 1" in message and "'JUMP'" in message
