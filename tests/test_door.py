@@ -11,6 +11,7 @@ ERRORS = {
     "DeltaError",
     "HostFullError",
     "NestedSessionError",
+    "PlotError",
     "PolicyError",
     "RecomputeMismatchError",
     "StorageModifiedError",
