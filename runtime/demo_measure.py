@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from delta.runtime import rematerialise
 from delta.runtime.device.base import Device, HostBlock, Ticket
 from delta.runtime.recompute import results_of
 
@@ -168,7 +169,7 @@ class ResidentBytes(SavedBytes):
     """The same count from outside an open block of `delta.evict`: only storages that are on the device now.
 
     Stands between autograd and Delta's hooks. A saved storage counts while it is alive and has a live saved tensor; the
-    result of an op that runs while Delta unpacks, and a copy back into ``device``, count until they die. Nobody asks
+    result of an op that is replayed, and a copy back into ``device``, count until they die. Nobody asks
     Delta what it holds.
     """
 
@@ -183,19 +184,25 @@ class ResidentBytes(SavedBytes):
         self._delta_pack, self._delta_unpack = hooks
         self._copy_in = self._device.copy_in
         vars(self._device)["copy_in"] = self._copied_in
+        self._replay = vars(rematerialise)["replay"]
+        vars(rematerialise)["replay"] = self._replayed
         return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
         del vars(self._device)["copy_in"]
+        vars(rematerialise)["replay"] = self._replay
 
     def keep(self, tensor: Tensor) -> Any:
         return self._delta_pack(tensor)
 
     def give(self, kept: Any) -> Tensor:
-        with self._replays:
-            tensor: Tensor = self._delta_unpack(kept)
-            return tensor
+        tensor: Tensor = self._delta_unpack(kept)
+        return tensor
+
+    def _replayed(self, *arguments: Any) -> Any:
+        with self._replays:  # the program's own modes do not see replays
+            return self._replay(*arguments)
 
     def made(self, tensors: Iterable[Tensor]) -> None:
         """Delta made these."""
