@@ -277,8 +277,6 @@ class Ledger:
                 continue
             seen.add(op.id)
             for source in op.inputs:
-                if source == record:
-                    return None
                 if not self.records[source].available:
                     todo.append(source)
         return list(dict.fromkeys(loose))
