@@ -144,7 +144,8 @@ class Engine:
         rec.used_ns = now_ns
         if not first:
             return self._room.make(0, now_ns)
-        self._recall.by_order.append(record)
+        if not self.learner.given_up:
+            self._recall.by_order.append(record)
         self.learner.saved(record, rec.nbytes, rec.kind, now_ns - self._lost_ns)
         if rec.kind is Kind.PARAMETER:
             return []
@@ -191,7 +192,8 @@ class Engine:
         if rec.handles:
             if not self.ledger[new].held:
                 self.ledger.hold(new)
-            self._recall.by_order[rec.saved_at] = new
+            if rec.saved_at < len(self._recall.by_order):
+                self._recall.by_order[rec.saved_at] = new
             self.ledger.supersede(old, new)
             self.ledger[new].saved_at = rec.saved_at
         out: list[Instruction] = [Hold(new)] if self.ledger[new].held else []
@@ -396,6 +398,8 @@ class Engine:
 
     def _let_go_idle(self, forgotten: list[int], idle: list[int]) -> list[Instruction]:
         out: list[Instruction] = [Forget(record) for record in forgotten]
+        for record in forgotten:
+            self._room.makers.pop(record, None)
         for record in idle:
             self.ledger.let_go(record)
             out.append(Release(record))

@@ -19,6 +19,7 @@ REFINEMENTS = 2  # a profile is planned again with better op times after this ma
 TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
 KINDS = 64  # kinds of step remembered, the least recently used forgotten first
 ROOMIER = 1.05  # ... or when the limit has grown by this (a device budget follows what else is in use)
+LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
@@ -55,6 +56,7 @@ class Learner:
     recorded: bool = False  # the recorder was on from this step's first op
     missed: bool = False  # a step was new but not recorded whole: the next ones are, until a new one has been learned
     began_ns: int | None = None
+    given_up: bool = False  # this step is too long to be learned from
 
     @property
     def position(self) -> int:
@@ -92,6 +94,10 @@ class Learner:
         """A tensor was packed; decides the mode at the first one and checks it at the others."""
         if self.began_ns is None:
             self.began_ns = now_ns
+        if self.packs == LONGEST:
+            self._give_up()
+        if self.given_up:
+            return
         self.log.signatures.append(signature)
         self.packs += 1
         follows = self.current
@@ -100,6 +106,10 @@ class Learner:
             and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != signature)
         ):
             self._match()
+
+    def _give_up(self) -> None:
+        """Follow this step no further: its log would grow for as long as the program runs."""
+        self.log, self.current, self.mode, self.given_up = StepLog(), None, Mode.OBSERVE, True
 
     def _match(self) -> None:
         so_far = tuple(self.log.signatures)
@@ -119,6 +129,8 @@ class Learner:
                 self.current.idle = False
 
     def op(self, op: OpInfo, nbytes: Mapping[int, int], kinds: Mapping[int, Kind]) -> None:
+        if self.given_up:
+            return
         self.log.ops.append(op)
         self.log.nbytes.update(nbytes)
         self.log.kinds.update(kinds)
@@ -132,6 +144,8 @@ class Learner:
 
     def saved(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
         """First save of a record in this step."""
+        if self.given_up:
+            return
         log = self.log
         log.saves.append(record)
         log.save_ns.append(now_ns - (self.began_ns or 0))
@@ -141,13 +155,17 @@ class Learner:
 
     def loose(self, order: int) -> None:
         """The program holds the storage no longer: only Delta, or nobody, does."""
-        if not self.log.needs:
+        if not self.log.needs and not self.given_up:
             self.log.loose_at.setdefault(order, len(self.log.saves))
 
     def needed(self, order: int, now_ns: int) -> None:
+        if self.given_up:
+            return
         self.log.needs.append((order, now_ns - (self.began_ns or 0)))
 
     def released(self, order: int) -> None:
+        if self.given_up:
+            return
         self.log.releases.append((order, len(self.log.needs)))
 
     # -- its end --------------------------------------------------------------------------------------------------
@@ -161,6 +179,9 @@ class Learner:
         forced: Mapping[int, Action],
     ) -> None:
         """The last handle died. Learns from the step and plans the next one like it."""
+        if self.given_up:
+            self._reset()
+            return
         log, profile = self.log, self._profile_of_step()
         log.end_ns = now_ns - (self.began_ns or 0)
         limit_bytes = limit(unevicted_peak_bytes)
@@ -185,6 +206,7 @@ class Learner:
         self.current = None
         self.mode = Mode.OBSERVE
         self.began_ns = None
+        self.given_up = False
 
     def _profile_of_step(self) -> Profile | None:
         whole = tuple(self.log.signatures)

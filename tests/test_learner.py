@@ -274,3 +274,24 @@ def test_refine_keeps_the_newer_step_with_the_least_costs(learner, planner):
     assert found.end_ns == 77
     other = replace(newer, ops=newer.ops[:2])
     assert refine(old, other) is other
+
+
+# -- a step without an end --------------------------------------------------------------------------------------------
+def test_a_step_that_never_ends_is_followed_only_so_far(learner, planner, monkeypatch):
+    """Something keeps one saved tensor for ever: the log must not grow with it, and the next step is learned again."""
+    monkeypatch.setattr("delta.learner.LONGEST", 10)
+    learner.recorded = True
+    for i in range(25):
+        learner.packed("x", i)
+        learner.op(an_op(i, [], [i]), {i: 10}, {i: Kind.ACTIVATION})
+        learner.saved(i, 10, Kind.ACTIVATION, i)
+        learner.loose(i)
+        learner.needed(i, i)
+        learner.released(i)
+    log = learner.log
+    assert not (log.signatures or log.ops or log.saves or log.needs or log.releases or log.nbytes or log.loose_at)
+    assert learner.mode is OBSERVE and learner.in_step
+    learner.end(100, LIMIT, UNEVICTED, lambda known: LIMIT, True, {})
+    assert not learner.profiles and not learner.in_step
+    assert step(learner, "abc") == [OBSERVE] * 3
+    assert step(learner, "abc") == [PLANNED] * 3
