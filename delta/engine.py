@@ -21,7 +21,7 @@ from delta.descent import Descent
 from delta.errors import BudgetError
 from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
-from delta.planner import Plan, StepGraph, foresee, plan_step
+from delta.planner import PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
 from delta.room import Room
 from delta.totals import StepSummary, Totals
@@ -58,13 +58,14 @@ class Engine:
         self.queue = LinkQueue(link)
         self.totals = Totals()
         self.finished_steps: list[StepSummary] = []
-        planned = policy.planner.kind == "profile"
+        planned = policy.planner.kind != "none"
         self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None)
         self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
         self._largest_bytes = 0
         self._lost_ns = 0
+        self._position = 0  # needs of this step that plans have been followed for
         self._failed: BudgetError | None = None
         self._recording = False
 
@@ -300,13 +301,23 @@ class Engine:
             and self.ledger.recoverable(record)
         )
 
+    def backward_began(self) -> None:
+        """Forward is over, where its accesses are needs too."""
+        self.learner.backward_began()
+
     def prefetch(self, now_ns: int) -> list[Instruction]:
-        """A need was served: start the copies back that belong here.
+        """Needs were served: let go of what the plan lets go of here, and start the copies back that belong here.
 
         An event of its own, after the instructions of the need have been carried out: only then is it known which of
         the storages let go of are still alive.
         """
-        return self._recall.prefetch(now_ns)
+        here = self._learned_positions()
+        return self._room.let_go_after(here, self._recall.by_order, now_ns) + self._recall.prefetch(here, now_ns)
+
+    def _learned_positions(self) -> range:
+        """Positions of the needs served since this was last asked."""
+        before, self._position = self._position, self.learner.position
+        return range(before, self._position)
 
     # -- transfers ------------------------------------------------------------------------------------------------
     def copied_out(self, record: int) -> list[Instruction]:
@@ -421,6 +432,7 @@ class Engine:
         self._room.new_step()
         self._recall.new_step()
         self._largest_bytes = 0
+        self._position = 0
         return out
 
     def _tell_shortage(self, peak_bytes: int) -> None:
@@ -460,6 +472,8 @@ class Engine:
         return forced
 
     def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
-        if self._announced:
-            return foresee(graph)
-        return plan_step(graph, limit_bytes, self.queue.link, self.policy.director.actions, forced)
+        policy = self.policy
+        task = Task(
+            graph, limit_bytes, self.queue.link, policy.director.actions, forced, self._announced, policy.planner
+        )
+        return PLANNERS[policy.planner.kind](task)

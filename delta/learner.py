@@ -150,6 +150,7 @@ class Learner:
         log.saves.append(record)
         log.save_ns.append(now_ns - (self.began_ns or 0))
         log.ops_before.append(len(log.ops))
+        log.needs_before.append(len(log.needs))
         log.nbytes[record] = nbytes
         log.kinds[record] = kind
 
@@ -162,6 +163,9 @@ class Learner:
         if self.given_up:
             return
         self.log.needs.append((order, now_ns - (self.began_ns or 0)))
+
+    def backward_began(self) -> None:
+        self.log.forward_needs = len(self.log.needs)
 
     def released(self, order: int) -> None:
         if self.given_up:

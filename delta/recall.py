@@ -45,14 +45,16 @@ class Recall:
         rec.used_ns = now_ns
         return SwapIn(rec.id)
 
-    def prefetch(self, now_ns: int) -> list[Instruction]:
-        """Start the copies back that the plan (or, without one, the order of the saves) puts here, as room allows."""
+    def prefetch(self, here: range, now_ns: int) -> list[Instruction]:
+        """Start the copies back that the plan puts at the positions `here` (or, without one, that the order of the
+        saves suggests), as room allows."""
         window = self._policy.prefetch.window
         if window == 0 or Action.SWAP not in self._policy.director.actions:
             return []
         plan = self._learner.plan
         if plan is not None:
-            self._late += plan.prefetch.get(self._learner.position - 1, ())
+            for position in here:
+                self._late += plan.prefetch.get(position, ())
             wanted = self._late
         else:
             wanted = self._next_swapped()

@@ -7,6 +7,7 @@ do. `Room` is the engine's part for everything that lowers what is resident; `re
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -216,6 +217,9 @@ class Room:
     def follow(self, rec: Record, plan: Plan, now_ns: int) -> list[Instruction]:
         """Do with a freshly saved record what the plan says, as far as it can be done."""
         action = plan.actions[rec.saved_at] if rec.saved_at < len(plan.actions) else Action.KEEP
+        return self._as_planned(rec, action, now_ns)
+
+    def _as_planned(self, rec: Record, action: Action, now_ns: int) -> list[Instruction]:
         if action is Action.KEEP or not self.may_go(rec):
             return []
         if action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
@@ -223,6 +227,19 @@ class Room:
         if action is Action.SWAP and self.host_full:
             return []
         return self.carry_out(rec, action, now_ns, wait=False)
+
+    def let_go_after(self, here: range, by_order: Sequence[int], now_ns: int) -> list[Instruction]:
+        """Do what the plan puts after the needs at the positions `here`, as far as it can be done."""
+        plan = self._learner.plan
+        if plan is None or not plan.evictions:
+            return []
+        out: list[Instruction] = []
+        for position in here:
+            for order, action in plan.evictions.get(position, ()):
+                rec = self._ledger.records.get(by_order[order]) if order < len(by_order) else None
+                if rec is not None:
+                    out += self._as_planned(rec, action, now_ns)
+        return out
 
     def _short(self, over_bytes: int, coming_bytes: int) -> None:
         """Nothing more can go and it still does not fit. What the program itself still uses may go by itself soon, so

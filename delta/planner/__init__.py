@@ -3,6 +3,19 @@
 from delta.planner.forecast import Forecast, forecast
 from delta.planner.foresight import foresee
 from delta.planner.greedy import plan_step
+from delta.planner.registry import PLANNERS
 from delta.planner.steplog import Plan, StepGraph, StepLog
+from delta.planner.task import Planner, Task
 
-__all__ = ["Forecast", "Plan", "StepGraph", "StepLog", "forecast", "foresee", "plan_step"]
+__all__ = [
+    "PLANNERS",
+    "Forecast",
+    "Plan",
+    "Planner",
+    "StepGraph",
+    "StepLog",
+    "Task",
+    "forecast",
+    "foresee",
+    "plan_step",
+]

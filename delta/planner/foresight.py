@@ -13,14 +13,11 @@ from delta.types import Action
 
 def foresee(graph: StepGraph) -> Plan:
     """The next uses of every saved storage of a step like `graph`; every action is left to the filter."""
-    needs: list[list[int]] = [[] for _ in graph.saved]
-    for position, order in enumerate(graph.needs):
-        needs[order].append(position)
     count = len(graph.saved)
     return Plan(
         actions=(Action.KEEP,) * count,
         prefetch={},
-        next_needs=tuple(map(tuple, needs)),
+        next_needs=graph.next_needs,
         need_ns=graph.need_ns,
         saved_bytes=tuple(graph.nodes[node].nbytes for node in graph.saved),
         forward_bytes=(0,) * count,

@@ -69,13 +69,10 @@ class _Greedy:
                 break
             self.now = forecast(self.graph, self.actions, self.link)
         self._take_back()
-        needs: list[list[int]] = [[] for _ in self.actions]
-        for position, order in enumerate(self.graph.needs):
-            needs[order].append(position)
         return Plan(
             tuple(self.actions),
             self.now.prefetch,
-            tuple(tuple(positions) for positions in needs),
+            self.graph.next_needs,
             self.graph.need_ns,
             tuple(self.graph.nodes[node].nbytes for node in self.graph.saved),
             self.now.forward_bytes,

@@ -11,6 +11,7 @@ last handle on v died before need p.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from delta.types import Action, Kind, OpInfo
@@ -31,6 +32,8 @@ class StepLog:
     nbytes: dict[int, int] = field(default_factory=dict)
     kinds: dict[int, Kind] = field(default_factory=dict)
     end_ns: int = 0
+    forward_needs: int = 0
+    needs_before: list[int] = field(default_factory=list)  # needs when it was saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,22 @@ class StepGraph:
     first_need: tuple[int, ...]  # by save order; len(needs) if never needed
     release: tuple[int, ...]  # by save order
     end_ns: int
+    forward_needs: int = 0  # needs before backward began; 0 where backward alone needs
+    needs_before: tuple[int, ...] = ()  # by save order: needs before it was made
+
+    @property
+    def next_needs(self) -> tuple[tuple[int, ...], ...]:
+        """By save order: the positions of its needs."""
+        found: list[list[int]] = [[] for _ in self.saved]
+        for position, order in enumerate(self.needs):
+            found[order].append(position)
+        return tuple(map(tuple, found))
+
+    @property
+    def held_over(self) -> list[int]:
+        """Save orders of what is there when backward begins and is needed after that."""
+        began, needs = self.forward_needs, self.next_needs
+        return [v for v, before in enumerate(self.needs_before) if before <= began and needs[v][-1:] >= (began,)]
 
     @property
     def unevicted_bytes(self) -> int:
@@ -78,6 +97,7 @@ class Plan:
     peak_bytes: int
     replay_ns: int
     swap_bytes: int
+    evictions: Mapping[int, tuple[tuple[int, Action], ...]] = field(default_factory=dict)  # after a need was served
 
     @property
     def recomputes(self) -> bool:
@@ -86,7 +106,7 @@ class Plan:
     @property
     def idle(self) -> bool:
         """Whether nothing at all is to be done."""
-        return all(action is Action.KEEP for action in self.actions)
+        return not self.evictions and all(action is Action.KEEP for action in self.actions)
 
 
 def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
@@ -141,6 +161,8 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
         tuple(first_need),
         tuple(release),
         log.end_ns,
+        log.forward_needs,
+        tuple(log.needs_before),
     )
 
 

@@ -86,6 +86,7 @@ class Player:
                     self._result(self._record[storage])
                 case Backward():
                     self._backward = True
+                    self.engine.backward_began()
             for storage in self._lets_go.get(position, ()):
                 self._read(self._record[storage])
         self._end()

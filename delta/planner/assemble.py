@@ -1,0 +1,63 @@
+"""From what becomes of each storage to a plan that says when.
+
+Where backward alone needs what was saved, a storage goes when it has been saved, and the forecast says when copies back
+begin. Where everything may go, forward reads its storages too: one goes after its last need in forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from delta.planner.forecast import copies_back, forecast
+from delta.planner.steplog import Plan
+from delta.planner.task import Task
+from delta.types import Action
+
+
+def assemble(task: Task, actions: Sequence[Action]) -> Plan:
+    """The plan that gives each saved storage its action, by save order."""
+    return _everything(task, actions) if task.everything else _saved(task, actions)
+
+
+def _saved(task: Task, actions: Sequence[Action]) -> Plan:
+    graph, found = task.graph, forecast(task.graph, actions, task.link)
+    return Plan(
+        tuple(actions),
+        found.prefetch,
+        graph.next_needs,
+        graph.need_ns,
+        tuple(graph.nodes[node].nbytes for node in graph.saved),
+        found.forward_bytes,
+        found.peak_bytes,
+        found.replay_ns,
+        found.swap_bytes,
+    )
+
+
+def _everything(task: Task, actions: Sequence[Action]) -> Plan:
+    graph, began = task.graph, task.graph.forward_needs
+    needs = graph.next_needs
+    evictions: dict[int, list[tuple[int, Action]]] = {}
+    back: dict[int, int] = {}  # save order -> its first need in backward
+    for order in graph.held_over:
+        if actions[order] is Action.KEEP:
+            continue
+        before = [position for position in needs[order] if position < began]
+        after = needs[order][len(before)]
+        at = before[-1] if before else graph.needs_before[order] - 1
+        evictions.setdefault(max(at, 0), []).append((order, actions[order]))
+        if actions[order] is Action.SWAP:
+            back[order] = after
+    sizes = tuple(graph.nodes[node].nbytes for node in graph.saved)
+    return Plan(
+        (Action.KEEP,) * len(sizes),
+        copies_back(graph, back, task.link)[0],
+        needs,
+        graph.need_ns,
+        sizes,
+        (0,) * len(sizes),
+        0,
+        0,
+        sum(sizes[order] for order in back),
+        {at: tuple(goes) for at, goes in evictions.items()},
+    )
