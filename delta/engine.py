@@ -19,7 +19,7 @@ from delta.config import Policy
 from delta.costs import LinkQueue
 from delta.descent import Descent
 from delta.errors import BudgetError
-from delta.learner import Learner
+from delta.learner import AIM, Learner
 from delta.ledger import Host, Ledger, Record
 from delta.planner import PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
@@ -59,7 +59,9 @@ class Engine:
         self.totals = Totals()
         self.finished_steps: list[StepSummary] = []
         planned = policy.planner.kind != "none"
-        self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None)
+        # Where nothing has to be guessed, nothing is left unused.
+        aim = 1.0 if announced else AIM
+        self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None, aim)
         self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
@@ -312,6 +314,10 @@ class Engine:
         the storages let go of are still alive.
         """
         here = self._learned_positions()
+        if self._announced:
+            self.learner.turn_ended(now_ns - self._lost_ns)
+            if (plan := self.learner.plan) is not None and plan.rehearsed:
+                return self._room.after_turn(now_ns) + self._recall.after_turn(now_ns)
         return self._room.let_go_after(here, self._recall.by_order, now_ns) + self._recall.prefetch(here, now_ns)
 
     def _learned_positions(self) -> range:
@@ -388,7 +394,9 @@ class Engine:
 
     def _drops_source(self, rec: Record) -> bool:
         """Whether a record without handles goes although the recipe of a missing one reads it."""
-        return self.policy.replay.sources is Leftover.DROP and self.ledger.recoverable(rec.id)
+        plan = self.learner.plan
+        drops = self.policy.replay.sources is Leftover.DROP or (plan is not None and plan.rehearsed)
+        return drops and self.ledger.recoverable(rec.id)
 
     def _settle_temporary(self, record: int) -> list[Instruction]:
         """After a replay: what has no handle and no further reader in the chain goes at once."""

@@ -33,13 +33,13 @@ class Profile:
     graph: StepGraph
     unevicted_peak_bytes: int
     forced: Mapping[int, Action]
+    squeeze: float  # plans aim at this share of the limit; less after a step whose peak was over it
     plan: Plan | None = None
     idle: bool = False
     refined: int = 0
     tightened: int = 0
     relaxed: int = 0
     planned_for_bytes: int = 0  # the limit at the last planning
-    squeeze: float = AIM  # plans aim at this share of the limit; less after a step whose peak was over it
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class Learner:
 
     min_bytes: int
     make_plan: MakePlan | None
+    aim: float = AIM  # plans aim at this share of the limit at first
     profiles: list[Profile] = field(default_factory=list)  # last used first
     current: Profile | None = None
     mode: Mode = Mode.OBSERVE
@@ -62,6 +63,11 @@ class Learner:
     def position(self) -> int:
         """Number of needs so far."""
         return len(self.log.needs)
+
+    @property
+    def turn(self) -> int:
+        """Number of turns that have ended."""
+        return len(self.log.turn_ends)
 
     @property
     def in_step(self) -> bool:
@@ -171,6 +177,12 @@ class Learner:
         if self.given_up:
             return
         self.log.releases.append((order, len(self.log.needs)))
+        self.log.released_in.append(len(self.log.turn_ends))
+
+    def turn_ended(self, now_ns: int) -> None:
+        """What an op of the program needed has been served, and the op has run."""
+        if not self.given_up:
+            self.log.turn_ends.append((len(self.log.needs), len(self.log.ops), now_ns - (self.began_ns or 0)))
 
     # -- its end --------------------------------------------------------------------------------------------------
     def end(
@@ -191,7 +203,8 @@ class Learner:
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
         if profile is None and log.needs and (self.recorded or fitted):
-            profile = Profile(tuple(log.signatures), build_graph(log, self.min_bytes), unevicted_peak_bytes, forced)
+            graph = build_graph(log, self.min_bytes)
+            profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim)
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]
             self._plan(profile, limit_bytes, fitted)
@@ -230,8 +243,8 @@ class Learner:
         again = False
         if self.recorded and profile.refined < REFINEMENTS:
             profile.refined += 1
-            profile.graph = refine(profile.graph, build_graph(self.log, self.min_bytes))
-            again = True
+            known, profile.graph = profile.graph, refine(profile.graph, build_graph(self.log, self.min_bytes))
+            again = profile.graph.ops != known.ops
         if peak_bytes > limit_bytes and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             profile.squeeze = max(0.9, profile.squeeze * limit_bytes / peak_bytes)

@@ -7,6 +7,7 @@ do. `Room` is the engine's part for everything that lowers what is resident; `re
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -65,6 +66,8 @@ class Room:
         self.host_full = False
         self.evicted = False  # something was evicted in this step
         self.shortage: Shortage | None = None  # the worst of this step
+        self._rehearsed_turn = -1
+        self._rehearsed: deque[int] = deque()  # what is still to go in that turn
 
     @property
     def limit_bytes(self) -> int | None:
@@ -78,6 +81,7 @@ class Room:
         self.makers.clear()
         self.evicted = False
         self.shortage = None
+        self._rehearsed_turn = -1
 
     def make_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
         """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all
@@ -115,7 +119,9 @@ class Room:
         if over <= 0:
             return []
         self._learner.surprise()
-        out: list[Instruction] = []
+        out, over = self._as_rehearsed(over, now_ns)
+        if over <= 0:
+            return out
         awaited, over = self._await_out(over)
         out += awaited
         if over > 0:
@@ -227,6 +233,56 @@ class Room:
         if action is Action.SWAP and self.host_full:
             return []
         return self.carry_out(rec, action, now_ns, wait=False)
+
+    def _as_rehearsed(self, over_bytes: int, now_ns: int) -> tuple[list[Instruction], int]:
+        """The moves of a rehearsed turn, until that much less is resident; returns what is over still."""
+        out: list[Instruction] = []
+        plan, turn = self._learner.plan, self._learner.turn
+        moves = plan.moves.get(turn) if plan is not None else None
+        if moves is None:
+            return out, over_bytes
+        if self._rehearsed_turn != turn:
+            self._rehearsed_turn, self._rehearsed = turn, deque(moves.victims)
+        while over_bytes > 0 and self._rehearsed:
+            rec = self._saved(self._rehearsed.popleft())
+            if rec is not None and rec.host is Host.LEAVING:
+                out.append(AwaitOut(rec.id))
+                over_bytes -= rec.nbytes
+            elif rec is not None and (gone := self._let_go(rec, now_ns)):
+                out += gone
+                over_bytes -= rec.nbytes
+        return out, over_bytes
+
+    def _let_go(self, rec: Record, now_ns: int) -> list[Instruction]:
+        """Drop a record for its host copy, if that is whole, or for its recipe; nothing where neither can be."""
+        if not self.may_go(rec):
+            return []
+        if rec.host is Host.WHOLE:
+            return self.carry_out(rec, Action.SWAP, now_ns, wait=False)
+        if not self._ledger.recoverable(rec.id, grasp=True):
+            return []
+        return self.carry_out(rec, Action.RECOMPUTE, now_ns, wait=False)
+
+    def _saved(self, order: int) -> Record | None:
+        """The record of a save order of this step."""
+        by_order = self._learner.log.saves
+        return self._ledger.records.get(by_order[order]) if order < len(by_order) else None
+
+    def after_turn(self, now_ns: int) -> list[Instruction]:
+        """What a rehearsal puts after the turn that has just ended."""
+        plan = self._learner.plan
+        moves = plan.moves.get(self._learner.turn - 1) if plan is not None else None
+        out: list[Instruction] = []
+        if moves is None:
+            return out
+        for order in moves.leaving:
+            rec = self._saved(order)
+            if rec is not None and rec.host is Host.NONE:
+                out += self._as_planned(rec, Action.SWAP, now_ns)
+        for order in moves.dropped:
+            if (rec := self._saved(order)) is not None:
+                out += self._let_go(rec, now_ns)
+        return out
 
     def let_go_after(self, here: range, by_order: Sequence[int], now_ns: int) -> list[Instruction]:
         """Do what the plan puts after the needs at the positions `here`, as far as it can be done."""

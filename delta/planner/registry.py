@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from delta.planner.foresight import foresee
 from delta.planner.greedy import plan_step
 from delta.planner.steplog import Plan
 from delta.planner.task import Planner, Task
@@ -11,7 +10,9 @@ from delta.planner.task import Planner, Task
 def profile(task: Task) -> Plan:
     """The planned form of policy `delta`."""
     if task.everything:
-        return foresee(task.graph)
+        from delta.planner.search import rehearse  # needs numpy
+
+        return rehearse(task)
     return plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
 
 

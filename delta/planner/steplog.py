@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from delta.planner.turns import Turn, turns_of
 from delta.types import Action, Kind, OpInfo
 
 
@@ -34,6 +35,8 @@ class StepLog:
     end_ns: int = 0
     forward_needs: int = 0
     needs_before: list[int] = field(default_factory=list)  # needs when it was saved
+    turn_ends: list[tuple[int, int, int]] = field(default_factory=list)  # needs, ops and net time when a turn ended
+    released_in: list[int] = field(default_factory=list)  # for each release, the turns that had ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class StepGraph:
     end_ns: int
     forward_needs: int = 0  # needs before backward began; 0 where backward alone needs
     needs_before: tuple[int, ...] = ()  # by save order: needs before it was made
+    turns: tuple[Turn, ...] = ()  # where every access is announced
 
     @property
     def next_needs(self) -> tuple[tuple[int, ...], ...]:
@@ -85,6 +89,20 @@ class StepGraph:
 
 
 @dataclass(frozen=True, slots=True)
+class Moves:
+    """What happens to storages in one turn of a rehearsed step, by save order.
+
+    `victims` go one after the other while room is short in the turn; one whose copy out is under way is waited for.
+    After the turn the copies out of `leaving` begin, `dropped` go to make room, and the copies back of `coming` begin.
+    """
+
+    victims: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+    coming: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What to do with each saved storage of the next step, by the order of its first save."""
 
@@ -98,6 +116,12 @@ class Plan:
     replay_ns: int
     swap_bytes: int
     evictions: Mapping[int, tuple[tuple[int, Action], ...]] = field(default_factory=dict)  # after a need was served
+    moves: Mapping[int, Moves] = field(default_factory=dict)  # by turn: a step rehearsed from end to end
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether the plan is the moves of a rehearsal, in which what the program has let go of goes at once."""
+        return bool(self.moves)
 
     @property
     def recomputes(self) -> bool:
@@ -106,7 +130,7 @@ class Plan:
     @property
     def idle(self) -> bool:
         """Whether nothing at all is to be done."""
-        return not self.evictions and all(action is Action.KEEP for action in self.actions)
+        return not self.evictions and not self.moves and all(action is Action.KEEP for action in self.actions)
 
 
 def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
@@ -150,19 +174,22 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
         first_need[saved] = position
     for saved, before in log.releases:
         release[saved] = before
+    needs = tuple(saved for saved, _ in log.needs)
+    released = ((saved, turns) for (saved, _), turns in zip(log.releases, log.released_in, strict=False))
     return StepGraph(
         nodes,
         ops,
         tuple(index[record] for record in log.saves),
         tuple(log.save_ns),
         _floats_to(log),
-        tuple(saved for saved, _ in log.needs),
+        needs,
         tuple(at_ns for _, at_ns in log.needs),
         tuple(first_need),
         tuple(release),
         log.end_ns,
         log.forward_needs,
         tuple(log.needs_before),
+        tuple(turns_of(log.turn_ends, needs, released, log.end_ns)),
     )
 
 
