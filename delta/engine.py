@@ -317,7 +317,9 @@ class Engine:
         if self._announced:
             self.learner.turn_ended(now_ns - self._lost_ns)
             if (plan := self.learner.plan) is not None and plan.rehearsed:
-                return self._room.after_turn(now_ns) + self._recall.after_turn(now_ns)
+                gone = self._room.after_turn(now_ns)
+                going_bytes = sum(self.ledger[each.record].nbytes for each in gone if isinstance(each, Drop))
+                return gone + self._recall.after_turn(going_bytes, now_ns)
         return self._room.let_go_after(here, self._recall.by_order, now_ns) + self._recall.prefetch(here, now_ns)
 
     def _learned_positions(self) -> range:

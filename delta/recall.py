@@ -73,16 +73,22 @@ class Recall:
         self._late = waiting if plan is not None else []
         return out
 
-    def after_turn(self, now_ns: int) -> list[Instruction]:
-        """Start the copies back that a rehearsal puts after the turn that has just ended."""
+    def after_turn(self, going_bytes: int, now_ns: int) -> list[Instruction]:
+        """Start the copies back that a rehearsal puts after the turn that has just ended. `going_bytes` are about to
+        be let go of."""
         plan = self._learner.plan
         moves = plan.moves.get(self._learner.turn - 1) if plan is not None else None
         out: list[Instruction] = []
-        for order in moves.coming if moves is not None else ():
+        waiting: list[int] = []
+        for order in (*self._late, *(moves.coming if moves is not None else ())):
             rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
-            if rec is None or rec.held or rec.host is not Host.WHOLE or not self._fits(rec.nbytes, "auto"):
+            if rec is None or rec.held or rec.host is not Host.WHOLE:
                 continue
-            out.append(self.swap_in(rec, now_ns))
+            if self._fits(rec.nbytes - going_bytes, "auto"):
+                out.append(self.swap_in(rec, now_ns))
+            else:
+                waiting.append(order)
+        self._late = waiting
         return out
 
     def _fits(self, nbytes: int, window: int | Literal["auto"]) -> bool:

@@ -151,11 +151,8 @@ class Rehearsal:
 
     def _free(self, storage: int) -> None:
         self._wanted[storage] = False
-        if self._there[storage]:
-            if not self._pins[storage] and not self._moving[storage]:
-                self._bury(storage)
-        elif storage in self._away:
-            self._forget_host_copy(storage)
+        if self._is_left_over(storage):
+            self._bury(storage)
 
     def _look_ahead(self, storage: int) -> None:
         uses, seen = self.table.uses[storage], self._uses_seen[storage]
@@ -201,18 +198,9 @@ class Rehearsal:
         self._queue = None
 
     def _bury(self, storage: int) -> None:
-        """Nobody refers to the storage any more: it goes, and its host copy. One without a recipe stays."""
-        if not self.table.replayable[storage]:
-            return
-        self._depart(storage)
-        if self._on_host[storage]:
-            self._forget_host_copy(storage)
-
-    def _forget_host_copy(self, storage: int) -> None:
-        self._away.discard(storage)
-        self._on_host[storage] = self._in_reach[storage] = False
-        self._moved.append(storage)
-        self._queue = None
+        """Nobody refers to the storage any more: it goes, if a recipe or a host copy would bring it back."""
+        if self.table.replayable[storage] or self._on_host[storage]:
+            self._depart(storage)
 
     def _unpin(self, storage: int) -> None:
         self._pins[storage] -= 1
@@ -421,8 +409,6 @@ class Rehearsal:
             self._queue = None
             if not self._pins[storage]:
                 self._depart(storage)
-                if not self._wanted[storage]:
-                    self._forget_host_copy(storage)
             else:
                 self._stale.add(storage)
         while self._arriving and self._ready_ns[self._arriving[0]] <= self.now_ns:

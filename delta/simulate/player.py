@@ -235,6 +235,7 @@ class Player:
         for record in records:
             if self.engine.ledger[record].kind is not Kind.PARAMETER:
                 self._do(self.engine.served(record))
+        self._poll()
         self._do(self.engine.prefetch(self._now))
 
     def _replay(self, record: int) -> None:
