@@ -245,7 +245,8 @@ class Learner:
             profile.refined += 1
             known, profile.graph = profile.graph, refine(profile.graph, build_graph(self.log, self.min_bytes))
             again = profile.graph.ops != known.ops
-        if peak_bytes > limit_bytes and profile.tightened < TIGHTENINGS:
+        exact = profile.plan is not None and profile.plan.rehearsed
+        if peak_bytes > limit_bytes and not exact and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             profile.squeeze = max(0.9, profile.squeeze * limit_bytes / peak_bytes)
             again = True

@@ -22,7 +22,6 @@ from delta.planner.timetable import Timetable
 from delta.types import Link
 
 _NEVER_NS = 1e15  # the next use of what is not used again
-_IN_REACH = 3  # copy lengths ahead at which the queue of copies back is looked at no further
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class Rehearsal:
         self._arriving: deque[int] = deque()
         self._out_free_ns = self._in_free_ns = 0
         self._away: set[int] = set()  # whole on the host and not here
-        self._queue: list[tuple[float, int]] | None = None  # what is away by its next use; None: look again
+        self._queue: list[tuple[float, float, int]] | None = None  # see `_latest_starts`; None: look again
         self._leaves_after: dict[int, list[int]] = {}
         self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
         for storage in sorted(guide.swapped) if link is not None else ():
@@ -436,15 +435,11 @@ class Rehearsal:
     def _prefetch(self) -> None:
         """Begin the copies back that are due, the one used first before the others; what is used later makes room."""
         if self._queue is None:
-            self._queue = sorted((self._needed_ns(storage), storage) for storage in self._away)
-        now_ns = self.table.turns[self._turn].end_ns
-        for use_ns, storage in list(self._queue):
-            behind_ns = max(0, self._in_free_ns - self.now_ns)
-            due_ns = use_ns - behind_ns - int(self.guide.lead * self._in_ns[storage])
-            if use_ns >= _NEVER_NS or due_ns > now_ns + _IN_REACH * self._in_ns[storage]:
-                return
+            self._queue = self._latest_starts()
+        now_ns = self.table.turns[self._turn].end_ns + max(0, self._in_free_ns - self.now_ns)
+        for due_ns, use_ns, storage in self._queue:
             if due_ns > now_ns:
-                continue
+                return
             nbytes = self.table.nbytes[storage]
             while self.used_bytes + nbytes > self.limit_bytes:
                 victim = self._first_to_go(after_ns=use_ns)
@@ -453,6 +448,17 @@ class Rehearsal:
                 self._go(victim, self._dropped)
             self._coming.setdefault(self._turn, []).append(storage)
             self._come_back(storage)
+            now_ns += self._in_ns[storage]
+
+    def _latest_starts(self) -> list[tuple[float, float, int]]:
+        """When each copy back has to begin at the latest, what is needed after it considered; when it is used; of what.
+        In the order of their uses."""
+        waiting = ((self._needed_ns(storage), storage) for storage in self._away)
+        queue, latest_ns = [], inf
+        for use_ns, storage in sorted((each for each in waiting if each[0] < _NEVER_NS), reverse=True):
+            latest_ns = min(latest_ns, use_ns) - self._in_ns[storage]
+            queue.append((latest_ns - (self.guide.lead - 1) * self._in_ns[storage], use_ns, storage))
+        return queue[::-1]
 
     def _needed_ns(self, storage: int) -> float:
         """The next use of a storage that is away, by the program or by a replay of what is made out of it."""
