@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from math import inf
 
 import numpy as np
@@ -22,6 +23,7 @@ from delta.planner.timetable import Timetable
 from delta.types import Link
 
 _NEVER_NS = 1e15  # the next use of what is not used again
+_SOON = 64  # copies back that are looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Rehearsal:
         self._going: deque[int] = deque()
         self._arriving: deque[int] = deque()
         self._out_free_ns = self._in_free_ns = 0
-        self._away: set[int] = set()  # whole on the host and not here
+        self._away: dict[int, float] = {}  # whole on the host and not here -> next use, or sooner
         self._queue: list[tuple[float, float, int]] | None = None  # see `_latest_starts`; None: look again
         self._leaves_after: dict[int, list[int]] = {}
         self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
@@ -184,17 +186,19 @@ class Rehearsal:
         self._there[storage] = self._may_go[storage] = False
         self.used_bytes -= self.table.nbytes[storage]
         if self._on_host[storage]:
-            self._away.add(storage)
-        else:
-            self._in_reach[storage] = False
-            self._moved.append(storage)
+            self._away[storage] = self._needed_ns(storage)
+            self._queue = None
+            return
+        self._in_reach[storage] = False
+        self._moved.append(storage)
+        if self._away and self._wanted[storage]:
+            self._need_what_it_is_made_of(storage)
 
     def _go(self, storage: int, moves: dict[int, list[int]]) -> None:
         """A storage goes for want of room."""
         moves.setdefault(self._turn, []).append(storage)
         self.went.append(storage)
         self._depart(storage)
-        self._queue = None
 
     def _bury(self, storage: int) -> None:
         """Nobody refers to the storage any more: it goes, if a recipe or a host copy would bring it back."""
@@ -391,7 +395,7 @@ class Rehearsal:
         self._come_back(storage)
 
     def _come_back(self, storage: int) -> None:
-        self._away.discard(storage)
+        del self._away[storage]
         self._queue = None
         self._moving[storage] = True
         self._in_free_ns = max(self.now_ns, self._in_free_ns) + self._in_ns[storage]
@@ -405,7 +409,6 @@ class Rehearsal:
             storage = self._going.popleft()
             self._moving[storage] = False
             self._on_host[storage] = True
-            self._queue = None
             if not self._pins[storage]:
                 self._depart(storage)
             else:
@@ -440,6 +443,9 @@ class Rehearsal:
         for due_ns, use_ns, storage in self._queue:
             if due_ns > now_ns:
                 return
+            if (later_ns := self._needed_ns(storage)) > use_ns:  # what would have read it sooner is there again
+                self._away[storage], self._queue = later_ns, None
+                continue
             nbytes = self.table.nbytes[storage]
             while self.used_bytes + nbytes > self.limit_bytes:
                 victim = self._first_to_go(after_ns=use_ns)
@@ -452,13 +458,27 @@ class Rehearsal:
 
     def _latest_starts(self) -> list[tuple[float, float, int]]:
         """When each copy back has to begin at the latest, what is needed after it considered; when it is used; of what.
-        In the order of their uses."""
-        waiting = ((self._needed_ns(storage), storage) for storage in self._away)
+        The soonest, in the order of their uses."""
         queue, latest_ns = [], inf
-        for use_ns, storage in sorted((each for each in waiting if each[0] < _NEVER_NS), reverse=True):
+        waiting = ((use_ns, storage) for storage, use_ns in self._away.items() if use_ns < _NEVER_NS)
+        for use_ns, storage in reversed(nsmallest(_SOON, waiting)):
             latest_ns = min(latest_ns, use_ns) - self._in_ns[storage]
             queue.append((latest_ns - (self.guide.lead - 1) * self._in_ns[storage], use_ns, storage))
         return queue[::-1]
+
+    def _need_what_it_is_made_of(self, gone: int) -> None:
+        """A storage went: what is away and its replay would read is needed when it is."""
+        use_ns = float(self._next_ns[gone])
+        seen, todo = {gone}, [gone]
+        while todo:
+            for read in self.table.op_reads[self.table.maker[todo.pop()]]:
+                if read in seen or self._there[read]:
+                    continue
+                seen.add(read)
+                if not self._in_reach[read]:
+                    todo.append(read)
+                elif use_ns < self._away.get(read, 0):
+                    self._away[read], self._queue = use_ns, None
 
     def _needed_ns(self, storage: int) -> float:
         """The next use of a storage that is away, by the program or by a replay of what is made out of it."""
