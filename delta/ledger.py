@@ -69,9 +69,10 @@ class Ledger:
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}
         self.ops: dict[int, OpInfo] = {}
-        self.held: dict[int, None] = {}  # the records Delta holds, the one that was in use last at the end
+        self.held: dict[int, int] = {}  # the records Delta holds, in the order of their last uses, and its numbers
         self.dead_ends: set[int] = set()  # records Delta does not have and no replay makes
-        self.moved: set[int] = set()  # records that Delta got or lost since somebody last took note and cleared this
+        self.moved: set[int] = set()  # what others cost may have changed by these since somebody last cleared this
+        self.touched: set[int] = set()  # these may go or stay now, or have been used, since somebody last cleared this
         self.resident_bytes = 0
         self.unevicted_bytes = 0
         self.leaving_bytes = 0
@@ -81,6 +82,7 @@ class Ledger:
         self._outputs_left: dict[int, int] = {}
         self._made_bytes: dict[int, int] = {}
         self._successors: dict[int, int] = {}
+        self._uses = 0
 
     def __getitem__(self, record: int) -> Record:
         return self.records[record]
@@ -121,6 +123,7 @@ class Ledger:
         """The device has told how long an op took, after the fact."""
         if op in self.ops:
             self.ops[op] = replace(self.ops[op], cost_ns=cost_ns)
+            self._change(*self.ops[op].outputs)
 
     # -- handles --------------------------------------------------------------------------------------------------
     def save(self, record: int, order: int) -> bool:
@@ -133,6 +136,7 @@ class Ledger:
             rec.saved_at = order
         if rec.handles == 1:
             self._count_unevicted(rec)
+        self.touched.add(record)
         return rec.handles == 1
 
     def unsave(self, record: int) -> bool:
@@ -178,7 +182,7 @@ class Ledger:
         with self._recount(rec, peak=not soon):
             rec.held = True
             rec.alive = True
-        self.held[record] = None
+        self._put_last(record)
         self._look_for_dead_end(rec)
 
     def let_go(self, record: int) -> None:
@@ -206,12 +210,28 @@ class Ledger:
             rec.alive = False
         self._look_for_dead_end(rec)
 
+    def use(self, record: int, now_ns: int) -> None:
+        """Somebody asks for the record, or has just made it."""
+        self.records[record].used_ns = now_ns
+        self.touched.add(record)
+
+    def pin(self, record: int, now_ns: int) -> None:
+        """A use of the record begins: until it ends the record stays."""
+        self.records[record].pins += 1
+        self.use(record, now_ns)
+
     def unpin(self, record: int) -> None:
         """One use of the record has ended."""
         rec = self.records[record]
         rec.pins -= 1
         if rec.held and not rec.pins:
-            self.held[record] = self.held.pop(record)
+            self._put_last(record)
+            self.touched.add(record)
+
+    def _put_last(self, record: int) -> None:
+        self._uses += 1
+        self.held.pop(record, None)
+        self.held[record] = self._uses
 
     # -- the host copy --------------------------------------------------------------------------------------------
     def set_host(self, record: int, state: Host) -> None:
@@ -244,6 +264,7 @@ class Ledger:
         with self._recount(rec):
             rec.held = rec.alive = False
         del self.held[record]
+        self.touched.add(record)
 
     # -- questions ------------------------------------------------------------------------------------------------
     def recoverable(self, record: int, grasp: bool = False) -> bool:
@@ -357,8 +378,10 @@ class Ledger:
             if rec.held:
                 idle[rec.id] = None
             elif not rec.alive:
+                self._change(*self.parents(rec.id))
                 del self.records[rec.id]
-                self.dead_ends.discard(rec.id)
+                for known in (self.dead_ends, self.moved, self.touched):
+                    known.discard(rec.id)
                 forgotten.append(rec.id)
                 if rec.op is not None:
                     todo += self._output_left(rec.op)
@@ -372,6 +395,8 @@ class Ledger:
         self._outputs_left.clear()
         self._made_bytes.clear()
         self._successors.clear()
+        self.moved.clear()
+        self.touched.clear()
         for rec in self.records.values():
             rec.op = None
             rec.users.clear()
@@ -387,7 +412,7 @@ class Ledger:
                 rec.kind = Kind.ACTIVATION
                 self._count_unevicted(rec)
             rec.held = True
-        self.held[record] = None
+        self._put_last(record)
         self._look_for_dead_end(rec)
 
     def restart_peaks(self) -> None:
@@ -436,13 +461,18 @@ class Ledger:
         return op is not None and op.replayable
 
     def _look_for_dead_end(self, rec: Record) -> None:
-        self.moved.add(rec.id)
+        self._change(rec.id)
         if rec.available or (self._replayable(rec) and not rec.is_root):
             self.dead_ends.discard(rec.id)
         else:
             self.dead_ends.add(rec.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+    def _change(self, *records: int) -> None:
+        """What these records cost, and what others cost by them, may have changed."""
+        self.moved.update(records)
+        self.touched.update(records)
+
     def _output_left(self, op_id: int) -> Iterator[int]:
         """One output of an op was forgotten; when it was the last, the op goes and its inputs may follow."""
         if op_id not in self._outputs_left:

@@ -42,7 +42,7 @@ class Recall:
         self._ledger.set_host(rec.id, Host.COMING)
         self._ledger.hold(rec.id, soon=True)
         self._queue.begin_in(rec.nbytes, now_ns)
-        rec.used_ns = now_ns
+        self._ledger.use(rec.id, now_ns)
         return SwapIn(rec.id)
 
     def prefetch(self, here: range, now_ns: int) -> list[Instruction]:
