@@ -1,9 +1,12 @@
 """The ranking picks whom a look at all would pick: every eviction of whole simulated steps, every score and cost."""
 
 import dataclasses
+from itertools import accumulate
 from math import inf
+from types import SimpleNamespace
 
 import pytest
+from builders import a_ledger
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from logs import random_net, residual_net
@@ -16,6 +19,7 @@ from delta.engine import Engine
 from delta.errors import BudgetError
 from delta.filter import SCORES, Candidate, Victims
 from delta.ledger import Host
+from delta.nextuse import NextUse
 from delta.room import Room
 from delta.simulate import simulate
 from delta.trace import Trace, read
@@ -158,11 +162,62 @@ def test_a_look_at_all_is_left_where_the_cost_hangs_on_the_queue():
     assert is_ranked("delta-paper", "action", actions=both), "costs are those of the whole way"
 
 
+class Step:
+    """A learner in a step whose needs are known: by save order, at these positions of a plan's time."""
+
+    def __init__(self, needs: list[int], steps_ns: list[int]) -> None:
+        by_order = [[at for at, order in enumerate(needs) if order == v] for v in range(COUNT)]
+        self.plan = SimpleNamespace(
+            next_needs=tuple(map(tuple, by_order)), need_ns=tuple(accumulate(steps_ns[: len(needs)]))
+        )
+        self.position = 0
+
+
+COUNT = 6  # the first four of these are saved
+PLANS = st.builds(Step, st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 90), min_size=20, max_size=20))
+
+
+@settings(deadline=None, max_examples=300, derandomize=True, database=None)
+@given(st.data())
+def test_the_next_use_is_told_in_the_time_of_the_plan(data):
+    """Needs are met, plans come and go, and some records are in no plan: the smallest score is found all the same."""
+    ledger = a_ledger(data.draw(st.lists(st.integers(1, 10**6), min_size=COUNT, max_size=COUNT, unique=True)))
+    costs_ns = data.draw(st.lists(st.integers(0, 10**6), min_size=COUNT, max_size=COUNT))
+    for record in range(COUNT):
+        if record < 4:
+            ledger.save(record, record)
+        ledger.hold(record)
+    learner = SimpleNamespace(plan=None, position=0)
+    next_use = NextUse(learner)
+    victims = Victims("delta", ledger, lambda rec: costs_ns[rec.id] if rec.held else None, next_use)
+
+    def score(record: int) -> float:
+        rec = ledger[record]
+        stale_ns = now_ns - rec.used_ns
+        return SCORES["delta"](Candidate(record, rec.nbytes, costs_ns[record], stale_ns, next_use.until_ns(rec)))
+
+    now_ns = 0
+    for what in data.draw(st.lists(st.sampled_from(["plan", "need", "need", "use", "turn"]), max_size=40)):
+        now_ns += data.draw(st.integers(0, 1000))
+        record = data.draw(st.integers(0, COUNT - 1))
+        if what == "plan":
+            step = data.draw(st.none() | PLANS)
+            learner.plan = step.plan if step is not None else None
+        elif what == "need":
+            learner.position += 1
+        elif what == "use":
+            ledger.use(record, now_ns)
+        elif not ledger[record].held:
+            ledger.hold(record)
+        elif not ledger[record].handles:
+            ledger.let_go(record)
+        first = victims.first(now_ns)
+        assert first is not None and score(first.id) <= min(map(score, ledger.held)) * (1 + 1e-12)
+
+
 def test_what_costs_nothing_waits_until_it_has_been_idle():
     """By DTR's score what has just been used goes last, whatever it costs; a moment later what costs nothing is
     first."""
-    from builders import a_ledger
-
     ledger = a_ledger([10, 10])
     for record, used_ns in ((0, 5), (1, 7)):
         ledger.hold(record)
