@@ -70,7 +70,7 @@ class Ledger:
         self.records: dict[int, Record] = {}
         self.ops: dict[int, OpInfo] = {}
         self.held: dict[int, int] = {}  # the records Delta holds, in the order of their last uses, and its numbers
-        self.dead_ends: set[int] = set()  # records Delta does not have and no replay makes
+        self.dead_ends: set[int] = set()  # records that an op reads, Delta does not have and no replay makes
         self.moved: set[int] = set()  # what others cost may have changed by these since somebody last cleared this
         self.touched: set[int] = set()  # these may go or stay now, or have been used, since somebody last cleared this
         self.resident_bytes = 0
@@ -97,7 +97,7 @@ class Ledger:
             raise LedgerError(f"record {record} exists")
         made = Record(record, nbytes, kind, used_ns=now_ns)
         self.records[record] = made
-        self._look_for_dead_end(made)
+        self._went_or_came(made)
         return made
 
     def add_op(self, op: OpInfo) -> None:
@@ -113,9 +113,10 @@ class Ledger:
             self.records[output].op = op.id
         for source in op.inputs:
             self.records[source].users.add(op.id)
+            self._look_for_dead_end(self.records[source])
         self.ops[op.id] = op
         for output in op.outputs:
-            self._look_for_dead_end(self.records[output])
+            self._went_or_came(self.records[output])
         self._outputs_left[op.id] = len(op.outputs)
         self._made_bytes[op.id] = sum(self.records[output].nbytes for output in op.outputs)
 
@@ -183,7 +184,7 @@ class Ledger:
             rec.held = True
             rec.alive = True
         self._put_last(record)
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
 
     def let_go(self, record: int) -> None:
         """Delta gives up its reference; the storage stays alive while somebody else uses it."""
@@ -199,7 +200,7 @@ class Ledger:
         with self._recount(rec):
             rec.held = False
         del self.held[record]
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
 
     def gone(self, record: int) -> None:
         """The storage was freed on the device, or overwritten by a newer version."""
@@ -208,7 +209,7 @@ class Ledger:
             raise LedgerError(f"record {record} is held and cannot be gone")
         with self._recount(rec):
             rec.alive = False
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
 
     def use(self, record: int, now_ns: int) -> None:
         """Somebody asks for the record, or has just made it."""
@@ -253,7 +254,7 @@ class Ledger:
         if state is Host.LEAVING:
             self.leaving_bytes += rec.nbytes
         rec.host = state
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
 
     def back_failed(self, record: int) -> None:
         """A copy back came to nothing: its destination is gone, pinned or not; the host copy is as whole as before."""
@@ -413,7 +414,7 @@ class Ledger:
                 self._count_unevicted(rec)
             rec.held = True
         self._put_last(record)
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
 
     def restart_peaks(self) -> None:
         """Begin the peaks anew from what is there now."""
@@ -445,13 +446,14 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} has {rec.handles} handles and {rec.pins} pins")
             if rec.handles and not rec.available and not rec.alive and not self.recoverable(rec.id):
                 raise LedgerError(f"record {rec.id} is saved, gone, and cannot be brought back")
-        if self.dead_ends != {r.id for r in records if not r.available and (r.is_root or not self._replayable(r))}:
-            raise LedgerError("the list of dead ends differs from what the records say")
-        if set(self.held) != {r.id for r in records if r.held}:
-            raise LedgerError("the list of held records differs from what the records say")
         for op in self.ops.values():
             if any(source not in self.records or op.id not in self.records[source].users for source in op.inputs):
                 raise LedgerError(f"op {op.id} reads a record that does not list it")
+        dead_ends = {r.id for r in records if r.users and not r.available and (r.is_root or not self._replayable(r))}
+        if self.dead_ends != dead_ends:
+            raise LedgerError("the list of dead ends differs from what the records say")
+        if set(self.held) != {r.id for r in records if r.held}:
+            raise LedgerError("the list of held records differs from what the records say")
         for op_id, left in self._outputs_left.items():
             if left != sum(output in self.records for output in self.ops[op_id].outputs):
                 raise LedgerError(f"op {op_id} counts {left} outputs wrongly")
@@ -460,9 +462,12 @@ class Ledger:
         op = self.ops.get(rec.op) if rec.op is not None else None
         return op is not None and op.replayable
 
-    def _look_for_dead_end(self, rec: Record) -> None:
+    def _went_or_came(self, rec: Record) -> None:
         self._change(rec.id)
-        if rec.available or (self._replayable(rec) and not rec.is_root):
+        self._look_for_dead_end(rec)
+
+    def _look_for_dead_end(self, rec: Record) -> None:
+        if rec.available or not rec.users or (self._replayable(rec) and not rec.is_root):
             self.dead_ends.discard(rec.id)
         else:
             self.dead_ends.add(rec.id)
@@ -483,6 +488,7 @@ class Ledger:
         del self._outputs_left[op_id], self._made_bytes[op_id]
         for source in set(self.ops.pop(op_id).inputs):
             self.records[source].users.discard(op_id)
+            self._look_for_dead_end(self.records[source])
             yield source
 
     def _count_unevicted(self, rec: Record) -> None:

@@ -167,8 +167,12 @@ class Room:
             return self._look_at_all(now_ns)
         self._costs.settle()
         rec = self._victims.first(now_ns)
-        choice = self._choice(rec, now_ns) if rec is not None else None
-        return (choice, rec) if choice is not None and rec is not None else None
+        if rec is None:
+            return None
+        if Action.SWAP not in self._policy.director.actions:  # nothing to choose from: no need to walk the chain
+            return Choice(Action.RECOMPUTE, self._costs.of(Cost.OWN, rec.id)), rec
+        choice = self._choice(rec, now_ns)
+        return (choice, rec) if choice is not None else None
 
     def _look_at_all(self, now_ns: int) -> tuple[Choice, Record] | None:
         best_score, best = inf, None
