@@ -51,9 +51,9 @@ class Victims:
         touched, self._ledger.touched = self._ledger.touched, set()
         for record in touched:
             self._seat(record)
-        while (record := self._leader()) is not None and self._seat(record):
+        while (leader := self._leader()) is not None and self._seat(leader):
             pass
-        return self._ledger[record] if record is not None else None
+        return self._ledger[leader] if leader is not None else None
 
     def _look_ahead(self) -> None:
         """What was to be used by now has another next use."""
