@@ -338,19 +338,21 @@ class Ledger:
 
     def needed(self, record: int) -> bool:
         """Whether a saved tensor depends on this record's bytes: itself, or through a recipe that would read them."""
-        asked = self.records[record]
-        if asked.handles:
-            return True
-        seen, todo = {record}, [asked]
+        seen = {record}
+        todo = [record]
+        first = True
         while todo:
-            for output in (output for op_id in todo.pop().users for output in self.ops[op_id].outputs):
-                rec = self.records.get(output)
-                if output in seen or rec is None or rec.available:
-                    continue
-                if rec.handles:
-                    return True
-                seen.add(output)
-                todo.append(rec)
+            rec = self.records[todo.pop()]
+            if rec.handles and (first or not rec.available):
+                return True
+            if not first and rec.available:
+                continue
+            first = False
+            for op_id in rec.users:
+                for output in self.ops[op_id].outputs:
+                    if output in self.records and output not in seen:
+                        seen.add(output)
+                        todo.append(output)
         return False
 
     def supports_missing(self, record: int) -> bool:
