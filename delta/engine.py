@@ -144,7 +144,7 @@ class Engine:
         self.learner.packed(signature, now_ns - self._lost_ns)
         first = rec.saved_at < 0
         self.ledger.save(record, len(self._recall.by_order))
-        rec.used_ns = now_ns
+        self.ledger.use(record, now_ns)
         if not first:
             return self._room.make(0, now_ns)
         if not self.learner.given_up:
@@ -227,8 +227,7 @@ class Engine:
     def need(self, handle: int, now_ns: int) -> list[Instruction]:
         """Backward asks for the record of a handle. It stays pinned until `served`."""
         rec = self.ledger[self.ledger.resolve(handle)]
-        rec.pins += 1
-        rec.used_ns = now_ns
+        self.ledger.pin(rec.id, now_ns)
         if rec.kind is Kind.PARAMETER:
             return []
         if self.learner.in_step and rec.saved_at >= 0:

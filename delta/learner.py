@@ -240,12 +240,12 @@ class Learner:
         """A step like one before: better op times, and a tighter plan if its peak was over the limit."""
         if profile.idle or limit_bytes is None:
             return
+        exact = profile.plan is not None and profile.plan.rehearsed
         again = False
         if self.recorded and profile.refined < REFINEMENTS:
             profile.refined += 1
             known, profile.graph = profile.graph, refine(profile.graph, build_graph(self.log, self.min_bytes))
-            again = profile.graph.ops != known.ops
-        exact = profile.plan is not None and profile.plan.rehearsed
+            again = not exact or profile.graph.ops != known.ops
         if peak_bytes > limit_bytes and not exact and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             profile.squeeze = max(0.9, profile.squeeze * limit_bytes / peak_bytes)

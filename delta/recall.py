@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Literal
 
 from delta.config import Policy
@@ -42,7 +43,7 @@ class Recall:
         self._ledger.set_host(rec.id, Host.COMING)
         self._ledger.hold(rec.id, soon=True)
         self._queue.begin_in(rec.nbytes, now_ns)
-        rec.used_ns = now_ns
+        self._ledger.use(rec.id, now_ns)
         return SwapIn(rec.id)
 
     def prefetch(self, here: range, now_ns: int) -> list[Instruction]:
@@ -100,9 +101,11 @@ class Recall:
 
     def _next_swapped(self) -> list[int]:
         """Without a plan: the last saved is most likely needed next, so look at the two newest that are swapped."""
-        swapped = [
+        swapped = (
             order
-            for order, record in enumerate(self.by_order)
-            if (rec := self._ledger.records.get(record)) is not None and rec.host is Host.WHOLE and not rec.held
-        ]
-        return swapped[:-3:-1]
+            for order in reversed(range(len(self.by_order)))
+            if (rec := self._ledger.records.get(self.by_order[order])) is not None
+            and rec.host is Host.WHOLE
+            and not rec.held
+        )
+        return list(islice(swapped, 2))

@@ -6,7 +6,6 @@ do. `Room` is the engine's part for everything that lowers what is resident; `re
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +13,17 @@ from math import inf
 
 from delta.budget import Budget
 from delta.config import Policy
-from delta.costs import Ancestry, Chains, LinkQueue, eviction_cost_ns
+from delta.costs import Costs, LinkQueue
 from delta.director import Choice, Director, Prospect
 from delta.errors import BudgetError
-from delta.filter import SCORES, Candidate
+from delta.filter import COSTLESS, SCORES, Candidate, Victims
 from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
+from delta.nextuse import NextUse
 from delta.planner import Plan
 from delta.totals import Totals
 from delta.types import Action, AwaitOut, Cost, Drop, Hold, Instruction, Kind, SwapOut
 from delta.units import format_bytes
-
-NEVER_NS = 1 << 62  # until the next use of what is not used again
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +55,15 @@ class Room:
     ) -> None:
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
-        self._chains = Chains()
-        self._ancestry = Ancestry(ledger)
+        self._costs = Costs(ledger)
+        self._next_use = NextUse(learner)
         self._score, self._cost = SCORES[policy.filter.score], policy.filter.cost
         self._least_bytes = max(1, policy.filter.min_bytes)  # what has no bytes frees none
         self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
         self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
-        self.host_full = False
+        self._host_full = False
+        self._stuck: set[int] = set()  # cannot be replayed after all
+        self._victims = self._ranked()
         self.evicted = False  # something was evicted in this step
         self.shortage: Shortage | None = None  # the worst of this step
         self._rehearsed_turn = -1
@@ -76,12 +76,33 @@ class Room:
 
     def new_step(self) -> None:
         """Forget what is only true within one step."""
-        self._chains.clear()
-        self._ancestry.clear()
+        self._costs.clear()
         self.makers.clear()
+        if self._victims is not None:
+            self._victims.clear()
         self.evicted = False
         self.shortage = None
         self._rehearsed_turn = -1
+
+    @property
+    def host_full(self) -> bool:
+        """The host tier can take nothing more."""
+        return self._host_full
+
+    @host_full.setter
+    def host_full(self, full: bool) -> None:
+        changed, self._host_full = full is not self._host_full, full
+        if changed and self._victims is not None:
+            self._victims.clear()
+
+    def _ranked(self) -> Victims | None:
+        """The ranking, where what an eviction costs is settled by what the ledger tells. What a hidden swap costs is
+        not: it changes with the queue on the link, for all records at once, and each time they are looked at."""
+        score, actions = self._policy.filter.score, set(self._policy.director.actions)
+        hidden_swaps = self.director.hidden_swap and Action.SWAP in actions and self._cost is Cost.ACTION
+        if actions - {Action.KEEP, Action.SWAP, Action.RECOMPUTE} or (hidden_swaps and score not in COSTLESS):
+            return None
+        return Victims(score, self._ledger, self._price_ns, self._next_use if score == "delta" else None)
 
     def make_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
         """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all
@@ -131,33 +152,45 @@ class Room:
     def evict(self, over_bytes: int, now_ns: int, coming_bytes: int = 0, guess: bool = False) -> list[Instruction]:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet."""
         out: list[Instruction] = []
-        stuck: set[int] = set()  # cannot be replayed after all
-        while over_bytes > 0 and (victim := self._victim(stuck, now_ns)) is not None:
+        while over_bytes > 0 and (victim := self._victim(now_ns)) is not None:
             choice, rec = victim
             if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
-                stuck.add(rec.id)
+                self._stuck.add(rec.id)
+                self._ledger.touched.add(rec.id)
                 continue
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
             over_bytes -= rec.nbytes
+        self._ledger.touched |= self._stuck
+        self._stuck.clear()
         coming_bytes = max(0, coming_bytes)
         if over_bytes > (coming_bytes if guess else 0):
             self._short(over_bytes - (coming_bytes if guess else 0), 0 if guess else coming_bytes)
         return out
 
-    def _victim(self, stuck: set[int], now_ns: int) -> tuple[Choice, Record] | None:
+    def _victim(self, now_ns: int) -> tuple[Choice, Record] | None:
         """The filter's first choice among all that may go; among equals the one used last."""
+        if self._victims is None:
+            return self._look_at_all(now_ns)
+        self._costs.settle()
+        rec = self._victims.first(now_ns)
+        if rec is None:
+            return None
+        if Action.SWAP not in self._policy.director.actions:  # nothing to choose from: no need to walk the chain
+            return Choice(Action.RECOMPUTE, self._costs.of(Cost.OWN, rec.id)), rec
+        choice = self._choice(rec, now_ns)
+        return (choice, rec) if choice is not None else None
+
+    def _look_at_all(self, now_ns: int) -> tuple[Choice, Record] | None:
         best_score, best = inf, None
         for record in self._ledger.held:
             rec = self._ledger[record]
             if not self.may_go(rec):
                 continue
-            until_use_ns = self._until_use_ns(rec, now_ns)
-            choice = self.director.choose(self._prospect(rec, record not in stuck, until_use_ns, now_ns), self._queue)
+            choice = self._choice(rec, now_ns)
             if choice is None:
                 continue
-            cost_ns = choice.cost_ns
-            if self._cost is not Cost.ACTION:
-                cost_ns = eviction_cost_ns(self._cost, self._ledger, self._chains, self._ancestry, record)
+            until_use_ns = self._next_use.until_ns(rec)
+            cost_ns = choice.cost_ns if self._cost is Cost.ACTION else self._costs.of(self._cost, record)
             score = self._score(Candidate(record, rec.nbytes, cost_ns, now_ns - rec.used_ns, until_use_ns))
             if score <= best_score:
                 best_score, best = score, (choice, rec)
@@ -172,12 +205,35 @@ class Room:
             and rec.nbytes >= self._least_bytes
         )
 
-    def _prospect(self, rec: Record, replayable: bool, until_use_ns: int | None, now_ns: int) -> Prospect:
+    def _price_ns(self, rec: Record) -> int | None:
+        """What the score counts as the cost of evicting a record; None where it has to stay."""
+        if not self.may_go(rec):
+            return None
+        op_name, module = self.makers.get(rec.id, ("", ""))
+        swappable = rec.host is Host.WHOLE or not self.host_full
+        if not self.director.may_evict(op_name, module, self._replayable(rec), swappable):
+            return None
+        if self._policy.filter.score in COSTLESS:
+            return 0
+        if self._cost is not Cost.ACTION:
+            return self._costs.of(self._cost, rec.id)
+        choice = self._choice(rec, rec.used_ns)  # no action that is ranked costs more or less with time
+        return choice.cost_ns if choice is not None else None
+
+    def _replayable(self, rec: Record) -> bool:
+        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        return op is not None and op.replayable and rec.id not in self._stuck
+
+    def _choice(self, rec: Record, now_ns: int) -> Choice | None:
+        """What the director would do with the record."""
+        return self.director.choose(self._prospect(rec, now_ns), self._queue)
+
+    def _prospect(self, rec: Record, now_ns: int) -> Prospect:
         op_name, module = self.makers.get(rec.id, ("", ""))
         chain_ns = None
-        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
-        if replayable and op is not None and op.replayable and Action.RECOMPUTE in self._policy.director.actions:
-            chain_ns = self._ancestry.cost_ns(rec.id)
+        if Action.RECOMPUTE in self._policy.director.actions and self._replayable(rec):
+            chain_ns = self._costs.chain_ns(rec.id)
+        until_use_ns = self._next_use.until_ns(rec)
         ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
         return Prospect(
             rec.nbytes,
@@ -190,18 +246,6 @@ class Room:
             now_ns,
             now_ns + ahead_ns,
         )
-
-    def _until_use_ns(self, rec: Record, now_ns: int) -> int | None:
-        """Time to the next use where the step is known."""
-        plan = self._learner.plan
-        if plan is None or not 0 <= rec.saved_at < len(plan.next_needs):
-            return None
-        position, needs = self._learner.position, plan.next_needs[rec.saved_at]
-        coming = bisect_left(needs, position)
-        if coming == len(needs):
-            return NEVER_NS
-        here_ns = plan.need_ns[min(position, len(plan.need_ns) - 1)]
-        return max(0, plan.need_ns[needs[coming]] - here_ns)
 
     def carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
         self.evicted = True
@@ -332,16 +376,9 @@ class Room:
         return ", ".join(said) or "nothing that could be named"
 
     def missing(self, rec: Record) -> None:
-        """Tell the chains that the record's bytes are gone, if somebody could still ask for them."""
-        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
-        if op is None or rec.available or (not rec.handles and not rec.users):
-            return
-        neighbours = list(op.inputs)
-        for user in rec.users:
-            neighbours += self._ledger.ops[user].outputs
-        self._chains.gone(rec.id, op.cost_ns, neighbours)
+        """The record's bytes are gone."""
+        self._costs.missing(rec)
 
     def back(self, rec: Record) -> None:
-        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
-        if op is not None:
-            self._chains.back(rec.id, op.cost_ns)
+        """The record is available again."""
+        self._costs.back(rec)

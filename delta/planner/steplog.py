@@ -11,8 +11,8 @@ last handle on v died before need p.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from delta.planner.turns import Turn, turns_of
 from delta.types import Action, Kind, OpInfo
@@ -135,39 +135,7 @@ class Plan:
 
 def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
     """Renumber a log. Storages under `min_bytes` are counted but never evicted."""
-    order = {record: index for index, record in enumerate(log.saves)}
-    index: dict[int, int] = {}
-    producer: dict[int, int] = {}
-    for position, op in enumerate(log.ops):
-        for record in op.inputs:
-            index.setdefault(record, len(index))
-        for record in op.outputs:
-            index.setdefault(record, len(index))
-            producer[record] = position
-    for record in log.saves:
-        index.setdefault(record, len(index))
-    nodes = tuple(
-        Node(
-            log.nbytes[record] if log.kinds[record] is not Kind.PARAMETER else 0,
-            order.get(record, -1),
-            producer.get(record),
-            log.kinds[record] is not Kind.ACTIVATION,
-            log.kinds[record] is Kind.ACTIVATION and log.nbytes[record] >= min_bytes,
-        )
-        for record in index
-    )
-    ops = tuple(
-        OpInfo(
-            position,
-            op.name,
-            tuple(index[record] for record in op.inputs),
-            tuple(index[record] for record in op.outputs),
-            op.cost_ns,
-            op.replayable,
-            tuple(index[record] for record in op.overwrites),
-        )
-        for position, op in enumerate(log.ops)
-    )
+    index = _node_numbers(log)
     positions = len(log.needs)
     first_need, release = [positions] * len(log.saves), [positions] * len(log.saves)
     for position, (saved, _) in reversed(list(enumerate(log.needs))):
@@ -177,8 +145,8 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
     needs = tuple(saved for saved, _ in log.needs)
     released = ((saved, turns) for (saved, _), turns in zip(log.releases, log.released_in, strict=False))
     return StepGraph(
-        nodes,
-        ops,
+        _nodes(log, index, min_bytes),
+        _renumbered(log.ops, index),
         tuple(index[record] for record in log.saves),
         tuple(log.save_ns),
         _floats_to(log),
@@ -190,6 +158,40 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
         log.forward_needs,
         tuple(log.needs_before),
         tuple(turns_of(log.turn_ends, needs, released, log.end_ns)),
+    )
+
+
+def _node_numbers(log: StepLog) -> dict[int, int]:
+    """Records in the order in which they are met, and their numbers."""
+    read_or_made = (record for op in log.ops for record in (*op.inputs, *op.outputs))
+    return {record: number for number, record in enumerate(dict.fromkeys((*read_or_made, *log.saves)))}
+
+
+def _nodes(log: StepLog, index: Mapping[int, int], min_bytes: int) -> tuple[Node, ...]:
+    order = {record: number for number, record in enumerate(log.saves)}
+    producer = {record: position for position, op in enumerate(log.ops) for record in op.outputs}
+    return tuple(
+        Node(
+            log.nbytes[record] if log.kinds[record] is not Kind.PARAMETER else 0,
+            order.get(record, -1),
+            producer.get(record),
+            log.kinds[record] is not Kind.ACTIVATION,
+            log.kinds[record] is Kind.ACTIVATION and log.nbytes[record] >= min_bytes,
+        )
+        for record in index
+    )
+
+
+def _renumbered(ops: Iterable[OpInfo], index: Mapping[int, int]) -> tuple[OpInfo, ...]:
+    return tuple(
+        replace(
+            op,
+            id=position,
+            inputs=tuple(index[record] for record in op.inputs),
+            outputs=tuple(index[record] for record in op.outputs),
+            overwrites=tuple(index[record] for record in op.overwrites),
+        )
+        for position, op in enumerate(ops)
     )
 
 
