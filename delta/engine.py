@@ -29,6 +29,7 @@ from delta.types import (
     Action,
     AwaitOut,
     Drop,
+    Encoding,
     Forget,
     Hold,
     Instruction,
@@ -132,6 +133,16 @@ class Engine:
         self.ledger.time_op(op, cost_ns)
         self.learner.time_op(op, cost_ns)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it is of use to tell which records have an encoded form."""
+        return self._room.encodes
+
+    def encodable(self, record: int, encoding: Encoding) -> None:
+        """The record, which is about to be saved, can be kept in a smaller form."""
+        if self._room.encodes and encoding.nbytes < self.ledger[record].nbytes:
+            self._room.offer(self.ledger[record], encoding)
+
     def saved(self, record: int, signature: int, now_ns: int) -> list[Instruction]:
         """Autograd saved a tensor on `record`. The record is alive."""
         rec = self.ledger[record]
@@ -148,6 +159,8 @@ class Engine:
         if not self.learner.given_up:
             self._recall.by_order.append(record)
         self.learner.saved(record, rec.nbytes, rec.kind, now_ns - self._lost_ns)
+        if rec.encoding is not None:
+            self.learner.encodable(record, rec.encoding)
         if rec.kind is Kind.PARAMETER:
             return []
         self._largest_bytes = max(self._largest_bytes, rec.nbytes)
@@ -182,7 +195,7 @@ class Engine:
         out: list[Instruction] = []
         if rec.host is Host.LEAVING:
             out.append(AwaitOut(record))
-        if rec.users and self.ledger.supports_missing(record) and rec.host is Host.NONE:
+        if rec.users and self.ledger.supports_missing(record) and rec.host is Host.NONE and not rec.encoded_bytes:
             self.ledger.preserve(record)
             out.append(Preserve(record))
         return out
@@ -200,7 +213,7 @@ class Engine:
         out: list[Instruction] = [Hold(new)] if self.ledger[new].held else []
         if preserved:
             return out
-        if rec.held:
+        if rec.held or (rec.encoded_bytes and not self.ledger.needed(old)):
             self.ledger.let_go(old)
             out.append(Release(old))
         self.ledger.gone(old)
@@ -319,6 +332,23 @@ class Engine:
         before, self._position = self._position, self.learner.position
         return range(before, self._position)
 
+    # -- encoded forms --------------------------------------------------------------------------------------------
+    def encoded(self, record: int, nbytes: int) -> None:
+        """The encoded form has been made, the device copy let go of."""
+        rec = self.ledger[record]
+        self.ledger.encoded(record, nbytes)
+        self.totals.encoded_bytes += rec.nbytes - nbytes
+
+    def encode_failed(self, record: int, now_ns: int) -> list[Instruction]:
+        """The bytes do not fit the encoded form: the device copy is still the value, and something else has to go."""
+        self.ledger.encode_failed(record)
+        self.learner.not_encodable(record)
+        return self._room.make(self.ledger[record].nbytes, now_ns, guess=True)
+
+    def decode_failed(self, record: int, nbytes: int) -> None:
+        """There was no memory to decode to: the encoded form of `nbytes` is still the value."""
+        self.ledger.decode_failed(record, nbytes)
+
     # -- transfers ------------------------------------------------------------------------------------------------
     def copied_out(self, record: int) -> list[Instruction]:
         """The host copy is whole: the device copy may go."""
@@ -380,7 +410,7 @@ class Engine:
         if rec.host in (Host.LEAVING, Host.COMING):
             return []
         out: list[Instruction] = []
-        if rec.held and (self._drops_source(rec) or not self.ledger.needed(record)):
+        if (rec.held or rec.encoded_bytes) and (self._drops_source(rec) or not self.ledger.needed(record)):
             self.ledger.let_go(record)
             self._room.missing(rec)
             out.append(Release(record))
