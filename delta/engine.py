@@ -152,10 +152,10 @@ class Engine:
             self.learner.recorded = self._recording
         self.learner.packed(signature, now_ns - self._lost_ns)
         first = rec.saved_at < 0
-        self.ledger.save(record, len(self._recall.by_order))
+        alone = self.ledger.save(record, len(self._recall.by_order))
         rec.used_ns = now_ns
         if not first:
-            return self._room.make(0, now_ns)
+            return self._saved_again(rec, alone) + self._room.make(0, now_ns)
         if not self.learner.given_up:
             self._recall.by_order.append(record)
         self.learner.saved(record, rec.nbytes, rec.kind, now_ns - self._lost_ns)
@@ -172,6 +172,14 @@ class Engine:
             out += self._room.follow(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
         return out + self._room.make(0 if self._announced else self._largest_bytes, now_ns, guess=True)
+
+    def _saved_again(self, rec: Record, alone: bool) -> list[Instruction]:
+        """A record that was saved before in this step: all its handles may have died, and Delta have let go of it."""
+        if not alone or rec.available or rec.kind is Kind.PARAMETER:
+            return []
+        self.ledger.hold(rec.id)
+        self._room.back(rec)
+        return [Hold(rec.id)]
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""
@@ -409,12 +417,14 @@ class Engine:
             return []
         if rec.host in (Host.LEAVING, Host.COMING):
             return []
-        out: list[Instruction] = []
-        if (rec.held or rec.encoded_bytes) and (self._drops_source(rec) or not self.ledger.needed(record)):
+        lets_go = (rec.held or rec.encoded_bytes > 0) and (self._drops_source(rec) or not self.ledger.needed(record))
+        if lets_go:
             self.ledger.let_go(record)
             self._room.missing(rec)
-            out.append(Release(record))
-        return out + self._bury([record])
+        buried = self._bury([record])
+        if lets_go and record in self.ledger:  # what was only an encoded form is forgotten at once
+            return [Release(record), *buried]
+        return buried
 
     def _drops_source(self, rec: Record) -> bool:
         """Whether a record without handles goes although the recipe of a missing one reads it."""
