@@ -342,7 +342,7 @@ class Engine:
 
     # -- encoded forms --------------------------------------------------------------------------------------------
     def encoded(self, record: int, nbytes: int) -> None:
-        """The encoded form has been made, the device copy let go of."""
+        """The encoded form has been made; the device copy is let go of next."""
         rec = self.ledger[record]
         self.ledger.encoded(record, nbytes)
         self.totals.encoded_bytes += rec.nbytes - nbytes

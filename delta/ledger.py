@@ -48,6 +48,7 @@ class Record:
     saved_at: int = -1  # order of its first save in this step; -1: never saved
     used_ns: int = 0  # last access, for staleness
     encoding: Encoding | None = None  # the smaller form it can be kept in
+    being_encoded: bool = False  # that form has been asked for; held until it is there
     encoded_bytes: int = 0  # of that form while it exists; never while the record is held
 
     @property
@@ -203,7 +204,7 @@ class Ledger:
             raise LedgerError(f"letting go of record {record} would lose its value")
         self._discard_encoded(rec)
         with self._recount(rec):
-            rec.held = False
+            rec.held = rec.being_encoded = False
         self.held.pop(record, None)
         self._look_for_dead_end(rec)
 
@@ -225,33 +226,33 @@ class Ledger:
 
     # -- the encoded form -----------------------------------------------------------------------------------------
     def encode(self, record: int) -> None:
-        """The encoded form is made, and Delta's reference is given up when it is there."""
+        """The encoded form is to be made: `encoded` tells when it is there, or `encode_failed`."""
         rec = self.records[record]
         if rec.encoding is None:
             raise LedgerError(f"record {record} has no encoded form")
         if not rec.held or rec.pins or rec.host is not Host.NONE:
             raise LedgerError(f"record {record} has to be held, not in use and without a host copy to be encoded")
-        with self._recount(rec):
-            rec.encoded_bytes = rec.encoding.nbytes
-        with self._recount(rec):
-            rec.held = False
-        del self.held[record]
+        rec.being_encoded = True
 
     def encoded(self, record: int, nbytes: int) -> None:
-        """The encoded form has been made, and takes no more than was said."""
+        """The encoded form has been made, and takes no more than was said: Delta's reference is given up."""
         rec = self.records[record]
-        if not 0 < nbytes <= rec.encoded_bytes:
-            raise LedgerError(f"record {record} takes {nbytes} bytes encoded, {rec.encoded_bytes} were expected")
+        if not rec.being_encoded or rec.encoding is None:
+            raise LedgerError(f"record {record} is not being encoded")
+        if not 0 < nbytes <= rec.encoding.nbytes:
+            raise LedgerError(f"record {record} takes {nbytes} bytes encoded, {rec.encoding.nbytes} were expected")
         with self._recount(rec):
             rec.encoded_bytes = nbytes
+        with self._recount(rec):
+            rec.held = rec.being_encoded = False
+        del self.held[record]
 
     def encode_failed(self, record: int) -> None:
         """The bytes do not fit into the encoded form: Delta still has its reference, and will not try again."""
         rec = self.records[record]
-        if not rec.encoded_bytes:
-            raise LedgerError(f"record {record} is not encoded")
-        rec.encoding = None
-        self.hold(record)
+        if not rec.being_encoded:
+            raise LedgerError(f"record {record} is not being encoded")
+        rec.encoding, rec.being_encoded = None, False
 
     def decode_failed(self, record: int, nbytes: int) -> None:
         """Decoding came to nothing: its destination is gone, pinned or not; the encoded form is as whole as before."""
@@ -467,6 +468,8 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} is held but not alive")
             if rec.host is Host.LEAVING and not rec.held:
                 raise LedgerError(f"record {rec.id} is being copied out without being held")
+            if rec.being_encoded and not rec.held:
+                raise LedgerError(f"record {rec.id} is being encoded without being held")
             if rec.encoded_bytes and (rec.held or rec.host is not Host.NONE):
                 raise LedgerError(f"record {rec.id} is encoded, and Delta has its bytes in another place too")
             if any(op not in self.ops or rec.id not in self.ops[op].inputs for op in rec.users):

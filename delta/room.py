@@ -144,25 +144,31 @@ class Room:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free."""
         out: list[Instruction] = []
         stuck: set[int] = set()  # cannot be replayed after all
-        while over_bytes > 0 and (victim := self._victim(stuck, now_ns)) is not None:
+        room_bytes = coming_bytes + spare_bytes - over_bytes  # free by now, if what was to go has gone
+        while over_bytes > 0:
+            victim = self._victim(stuck, now_ns, room_bytes, over_bytes > spare_bytes)
+            if victim is None:
+                break
             choice, rec = victim
             if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
                 stuck.add(rec.id)
                 continue
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
             over_bytes -= rec.nbytes - choice.stays_bytes
+            room_bytes += rec.nbytes - choice.stays_bytes
         coming_bytes = max(0, coming_bytes)
-        over_bytes -= spare_bytes
-        if over_bytes > (coming_bytes if guess else 0):
-            self._short(over_bytes - (coming_bytes if guess else 0), 0 if guess else coming_bytes)
+        lenient_bytes = spare_bytes + (coming_bytes if guess else 0)
+        if over_bytes > lenient_bytes:
+            self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes)
         return out
 
-    def _victim(self, stuck: set[int], now_ns: int) -> tuple[Choice, Record] | None:
-        """What goes next. Where nothing else can, something is encoded although there is no room for its encoded form:
-        being over the limit for a moment is better than staying there."""
-        return self._best(stuck, now_ns, False) or (self._best(stuck, now_ns, True) if self.encodes else None)
+    def _victim(self, stuck: set[int], now_ns: int, room_bytes: int, short: bool) -> tuple[Choice, Record] | None:
+        """What goes next, encoded only if there is room for the encoded form. Where it is `short` of room and nothing
+        else can go, without that: being over the limit for a moment is better than staying there."""
+        found = self._best(stuck, now_ns, room_bytes)
+        return self._best(stuck, now_ns, inf) if found is None and short and self.encodes else found
 
-    def _best(self, stuck: set[int], now_ns: int, tight: bool) -> tuple[Choice, Record] | None:
+    def _best(self, stuck: set[int], now_ns: int, room_bytes: float) -> tuple[Choice, Record] | None:
         """The filter's first choice among all that may go; among equals the one used last."""
         best_score, best = inf, None
         for record in self._ledger.held:
@@ -171,7 +177,7 @@ class Room:
                 continue
             until_use_ns = self._until_use_ns(rec, now_ns)
             choice = self.director.choose(
-                self._prospect(rec, record not in stuck, until_use_ns, now_ns, tight), self._queue
+                self._prospect(rec, record not in stuck, until_use_ns, now_ns, room_bytes), self._queue
             )
             if choice is None:
                 continue
@@ -189,11 +195,14 @@ class Room:
             rec.held
             and not rec.pins
             and rec.kind is Kind.ACTIVATION
+            and not rec.being_encoded
             and rec.host in (Host.NONE, Host.WHOLE)
             and rec.nbytes >= self._least_bytes
         )
 
-    def _prospect(self, rec: Record, replayable: bool, until_use_ns: int | None, now_ns: int, tight: bool) -> Prospect:
+    def _prospect(
+        self, rec: Record, replayable: bool, until_use_ns: int | None, now_ns: int, room_bytes: float
+    ) -> Prospect:
         op_name, module = self.makers.get(rec.id, ("", ""))
         chain_ns = None
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
@@ -210,13 +219,8 @@ class Room:
             now_ns,
             now_ns,
             now_ns + ahead_ns,
-            rec.encoding if tight or self._fits_beside(rec) else None,
+            rec.encoding if rec.encoding is not None and rec.encoding.nbytes <= room_bytes else None,
         )
-
-    def _fits_beside(self, rec: Record) -> bool:
-        """Whether the encoded form can be made without going over the limit."""
-        limit = self.limit_bytes
-        return rec.encoding is None or limit is None or self._ledger.resident_bytes + rec.encoding.nbytes <= limit
 
     def _until_use_ns(self, rec: Record, now_ns: int) -> int | None:
         """Time to the next use where the step is known."""

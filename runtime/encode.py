@@ -49,9 +49,10 @@ class Encoder:
 
     def encode(self, record: int) -> None:
         """Make the smaller form and let go of the device copy."""
-        core, slot = self._core, self._core.slots[record]
+        core, slot = self._core, self._core.slots.get(record)
+        if slot is None or slot.storage is None or not core.engine.ledger[record].being_encoded:
+            return  # let go of since this was decided
         assert slot.codec is not None
-        assert slot.storage is not None
         began_ns = time.perf_counter_ns()
         try:
             form = slot.codec.encode(slot.storage)
@@ -61,10 +62,12 @@ class Encoder:
         if form is None:
             core.run(core.engine.encode_failed(record, time.perf_counter_ns()))
             return
+        core.engine.encoded(record, form.nbytes)
         core.let_go(record)
         slot.form = form
-        core.engine.encoded(record, form.nbytes)
         core.emit("evicted", record=record, nbytes=core.engine.ledger[record].nbytes, action="encode")
+        if slot.alive() is None:  # known at once, so that what is encoded next does not count beside it
+            core.run(core.engine.storage_gone(record))
 
     def decode(self, record: int) -> None:
         """Make the device copy again and let go of the smaller form."""
