@@ -42,7 +42,7 @@ def capuchin(task: Task) -> Plan:
         over_bytes = plans[-1].peak_bytes - task.limit_bytes
         if over_bytes <= 0:
             break
-        aim_bytes -= over_bytes
+        aim_bytes = max(0, aim_bytes - over_bytes)
     return min(plans, key=lambda plan: max(plan.peak_bytes, task.limit_bytes))
 
 
@@ -165,7 +165,7 @@ class _Choice:
     def _there(self, source: int, moment: int) -> bool:
         node = self.graph.nodes[source]
         if node.rooted or node.order < 0:
-            return node.rooted
+            return node.rooted or node.op is None  # what no op of the step makes was there before it
         born, dead = self.moments.lives[node.order]
         if not born < moment < dead:
             return False

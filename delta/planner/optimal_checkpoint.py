@@ -31,11 +31,10 @@ CUTS = 48  # looked at beside that of the least memory
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is recomputed together: save orders of its storages, their bytes, the time of its ops."""
+    """What is recomputed together: save orders of its storages, their bytes, and the time of its ops."""
 
     orders: tuple[int, ...]
     nbytes: int
-    again_bytes: int
     cost_ns: int
 
     @property
@@ -67,11 +66,19 @@ class _Search:
         least = search.least()
         caps = {search.whole_bytes * step // CUTS for step in range(1, CUTS + 1)}
         cuts = [least, *(search.cut(cap) for cap in sorted(caps))]
+        return assemble(task, self._filled(self._cheapest(cuts)))
+
+    def _cheapest(self, cuts: Sequence[Cut]) -> Cut:
+        """The cut with the least recomputation left, by estimate, that fits; the one nearest to it where none does."""
         floor_bytes = self._floor_bytes()
-        estimated = [(self._estimate(cut, floor_bytes), index) for index, cut in enumerate(cuts)]
-        fitting = [(cost_ns, index) for (cost_ns, index) in estimated if cost_ns is not None]
-        chosen = cuts[min(fitting)[1]] if fitting else least
-        return assemble(task, self._filled(chosen))
+        best, best_over = cuts[0], None
+        for cut in sorted(dict.fromkeys(cuts), key=lambda cut: self._estimate_ns(cut, floor_bytes)):
+            over_bytes = self._peak_bytes(self._units(cut)) - self._task.limit_bytes
+            if over_bytes <= 0:
+                return cut
+            if best_over is None or over_bytes < best_over:
+                best, best_over = cut, over_bytes
+        return best
 
     def _units(self, cut: Cut) -> list[Unit]:
         """The units of a cut, dearest per byte first."""
@@ -83,7 +90,6 @@ class _Search:
         return Unit(
             tuple(order for vertex in vertices for order in vertex.orders),
             sum(self._keep[number - 1] for number in numbers),
-            sum(vertex.again_bytes for vertex in vertices),
             sum(ops[op].cost_ns for vertex in vertices for op in vertex.ops),
         )
 
@@ -91,20 +97,21 @@ class _Search:
         """What is there at the worst moment and is in no vertex."""
         return max(self._moments.resident_bytes, default=0) - sum(self._keep)
 
-    def _estimate(self, cut: Cut, floor_bytes: int) -> int | None:
-        """Recomputation that is left after the budget has been filled with whole units; None where nothing fits."""
-        room = self._task.limit_bytes - floor_bytes - cut.checkpoint_bytes
-        cost_ns, largest = 0, 0
-        left = []
+    def _estimate_ns(self, cut: Cut, floor_bytes: int) -> int:
+        """Recomputation that is left when what fits beside checkpoints and the largest unit is filled with units."""
+        room, cost_ns = self._task.limit_bytes - floor_bytes - cut.total_bytes, 0
         for unit in self._units(cut):
-            if unit.nbytes <= room - cut.unit_bytes:
+            if unit.nbytes <= room:
                 room -= unit.nbytes
             else:
-                left.append(unit)
-        for unit in left:
-            cost_ns += unit.cost_ns
-            largest = max(largest, unit.again_bytes)
-        return cost_ns if largest <= room else None
+                cost_ns += unit.cost_ns
+        return cost_ns
+
+    def _peak_bytes(self, units: Sequence[Unit]) -> int:
+        """With all units recomputed."""
+        if self._task.everything:
+            return max(self._left(self._absences(units)), default=0)
+        return forecast(self._task.graph, self._actions(units, set()), self._task.link).peak_bytes
 
     def _filled(self, cut: Cut) -> list[Action]:
         """Recompute all units, then keep one after the other as long as that fits."""
@@ -123,18 +130,30 @@ class _Search:
 
         return fits
 
-    def _there_fits(self, units: Sequence[Unit]) -> Callable[[set[int], int], bool]:
-        """Where everything may go: by the bytes at each moment. A unit comes back as a whole when any of it is needed."""
+    def _absences(self, units: Sequence[Unit]) -> list[list[tuple[int, int, int]]]:
+        """Where everything may go: for each unit from which moment to which its storages are gone, and their bytes. It
+        comes back as a whole when any of it is needed."""
         moments, began = self._moments, self._task.graph.forward_needs
         gaps = {gap.order: gap for gap in moments.gaps if gap.until >= began > gap.after}
-        resident = list(moments.resident_bytes)
-        absent: list[list[tuple[int, int, int]]] = []  # of each unit: from moment, before moment, bytes
+        absences = []
         for unit in units:
             gone = [gaps[order] for order in unit.orders if order in gaps]
             back = min((gap.back for gap in gone), default=0)
-            absent.append([(gap.first, back, moments.nbytes(gap.order)) for gap in gone])
-            for first, back, nbytes in absent[-1]:
+            absences.append([(gap.first, back, moments.nbytes(gap.order)) for gap in gone])
+        return absences
+
+    def _left(self, absences: Sequence[Sequence[tuple[int, int, int]]]) -> list[int]:
+        """Bytes at each moment without them."""
+        resident = list(self._moments.resident_bytes)
+        for absence in absences:
+            for first, back, nbytes in absence:
                 free(resident, first, back, nbytes)
+        return resident
+
+    def _there_fits(self, units: Sequence[Unit]) -> Callable[[set[int], int], bool]:
+        """Where everything may go: by the bytes at each moment."""
+        absent = self._absences(units)
+        resident = self._left(absent)
 
         def fits(kept: set[int], index: int) -> bool:
             for first, back, nbytes in absent[index]:

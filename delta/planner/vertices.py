@@ -74,8 +74,8 @@ class _Builder:
         graph = self._graph
         written = {node for op in graph.ops for node in op.overwrites}
         made = {node for op in graph.ops for node in op.outputs}
-        for number, node in enumerate(graph.nodes):
-            if number not in made and node.order >= 0:
+        for number in range(len(graph.nodes)):
+            if number not in made:  # it was there before the step, or has to stay
                 self._there[number] = self._known[number] = True
         for position, op in enumerate(graph.ops):
             if not self._in_forward(position):
