@@ -100,7 +100,7 @@ class Moments:
                 # What the op at `after` reads stays until the op has ended: the next one begins at a later time.
                 began_ns = graph.save_ns[order] if after < 0 else graph.need_ns[after]
                 later = graph.needs_before[order] if after < 0 else bisect_right(graph.need_ns, began_ns)
-                if later < until:
+                if later < until and graph.need_ns[later] < graph.need_ns[until]:
                     gaps.append(self._gap(order, after, until, graph.need_ns[later], self.needs[later]))
         return gaps
 

@@ -79,7 +79,7 @@ class _Division:
     def _on_all_paths(self, source: int, target: int, inner: list[int]) -> list[int]:
         """A vertex is on all paths if no edge leads from before it to behind it."""
         inside = {*inner, target}
-        farthest = max(after for after in self._successors[source] if after in inside)
+        farthest = max(after for after in self._successors[source] if after in inside and after != target)
         found = []
         for vertex in inner:
             if farthest <= vertex:

@@ -139,7 +139,7 @@ class _Builder:
     def _absorb_starts(self) -> None:
         if not self._vertices:
             return
-        chief = self._farthest(sorted(self._vertices, reverse=True), lambda vertex: vertex.after)
+        chief = self._chief_start()
         for position in sorted(self._vertices):
             vertex = self._vertices[position]
             if not vertex.before and position != chief:
@@ -148,18 +148,27 @@ class _Builder:
     def _absorb_ends(self) -> None:
         if not self._vertices:
             return
-        chief = self._farthest(sorted(self._vertices), lambda vertex: vertex.before)
+        reached = self._reached(sorted(self._vertices), lambda vertex: vertex.before)
+        chief = max(sorted(self._vertices), key=lambda position: (reached[position], position))
         for position in sorted(self._vertices, reverse=True):
             vertex = self._vertices[position]
             if not vertex.after and position != chief:
                 self._take_out(position, max(vertex.before) if vertex.before else None)
 
-    def _farthest(self, positions: list[int], towards: Callable[[Vertex], set[int]]) -> int:
-        """The vertex that most others can be reached from; among equals the outermost."""
+    def _chief_start(self) -> int:
+        """Where the input comes in: the largest of the starts that lead to most of the step. A mask that all layers
+        read leads to as much, and is smaller."""
+        reached = self._reached(sorted(self._vertices, reverse=True), lambda vertex: vertex.after)
+        most = max(reached.values())
+        starts = [at for at in sorted(self._vertices) if not self._vertices[at].before and 2 * reached[at] >= most]
+        return max(starts, key=lambda at: self._vertices[at].again_bytes)
+
+    def _reached(self, positions: list[int], towards: Callable[[Vertex], set[int]]) -> dict[int, int]:
+        """How many vertices each leads to, itself included."""
         reached: dict[int, int] = {}  # as bits
         for position in positions:
             near = 1 << position
             for other in towards(self._vertices[position]):
                 near |= reached[other]
             reached[position] = near
-        return max(reversed(positions), key=lambda position: reached[position].bit_count())
+        return {position: bits.bit_count() for position, bits in reached.items()}
