@@ -28,7 +28,7 @@ from delta.types import Action, Cost, Leftover
 from delta.units import Bytes, Share, parse_bytes, parse_size
 
 ScoreName = Literal["delta", "delta-paper", "dtr", "msps", "size-staleness", "lru", "size"]
-PlannerName = Literal["profile", "none"]
+PlannerName = Literal["profile", "optimal-checkpoint", "capuchin", "none"]
 
 _SIZE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
 _SIZE_OR_SHARE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*(([kKmMgGtT][iI]?)?[bB]?|%)\s*$"
@@ -116,7 +116,8 @@ class PlannerConfig(_Model):
     """What happens once a step has been seen from start to end."""
 
     kind: PlannerName = Field(
-        default="profile", description="profile: plan the next step from the last one; none: decide online always"
+        default="profile",
+        description="which planner plans the next step from the last one; none: decide online always",
     )
 
 
@@ -204,9 +205,9 @@ class Policy(_Model):
     @model_validator(mode="after")
     def _pairs_make_sense(self) -> Self:
         actions = self.director.actions
-        if self.planner.kind == "profile" and set(actions) == {Action.KEEP}:
+        if self.planner.kind != "none" and set(actions) == {Action.KEEP}:
             raise ValueError(
-                "planner.kind=profile has nothing to plan while director.actions holds only keep: "
+                f"planner.kind={self.planner.kind} has nothing to plan while director.actions holds only keep: "
                 "set planner.kind to none, or add swap, recompute or encode to director.actions"
             )
         for number, rule in enumerate(self.rules):

@@ -12,7 +12,7 @@ and what nobody needs goes after every op.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from delta.budget import Budget
 from delta.config import Policy
@@ -21,7 +21,7 @@ from delta.descent import Descent
 from delta.errors import BudgetError
 from delta.learner import AIM, Learner
 from delta.ledger import Host, Ledger, Record
-from delta.planner import PLANNERS, Plan, StepGraph, Task
+from delta.planner import FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
 from delta.room import Room
 from delta.totals import StepSummary, Totals
@@ -63,6 +63,8 @@ class Engine:
         # Where nothing has to be guessed, nothing is left unused.
         aim = 1.0 if announced else AIM
         self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None, aim)
+        if policy.planner.kind in FEEDBACK:
+            self.learner.heed_late = self._heed_late
         self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
@@ -392,6 +394,12 @@ class Engine:
         self.totals.swapped_in_bytes += rec.nbytes
         return self._settle(record)
 
+    def late(self, record: int) -> None:
+        """A value was needed while its copy back was still under way."""
+        order = self.ledger[record].saved_at
+        if order >= 0:
+            self.learner.waited_for(order)
+
     def copy_in_failed(self, record: int) -> None:
         """The copy back did not happen; the host copy is still whole."""
         self.ledger.back_failed(record)
@@ -526,3 +534,6 @@ class Engine:
             graph, limit_bytes, self.queue.link, policy.director.actions, forced, self._announced, policy.planner
         )
         return PLANNERS[policy.planner.kind](task)
+
+    def _heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:
+        return FEEDBACK[self.policy.planner.kind](plan, graph, self.queue.link, late)

@@ -9,7 +9,7 @@ least over the recorded steps: a first run pays page faults and cold caches that
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
@@ -23,6 +23,7 @@ LONGEST = 100_000  # saved tensors in a step that is still followed; something k
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
+HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
 
 
 @dataclass(slots=True)
@@ -58,6 +59,8 @@ class Learner:
     missed: bool = False  # a step was new but not recorded whole: the next ones are, until a new one has been learned
     began_ns: int | None = None
     given_up: bool = False  # this step is too long to be learned from
+    heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
+    late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
 
     @property
     def position(self) -> int:
@@ -179,6 +182,11 @@ class Learner:
             return
         self.log.needs.append((order, now_ns - (self.began_ns or 0)))
 
+    def waited_for(self, order: int) -> None:
+        """The copy back of this save order was still under way, or not even begun, when its value was needed."""
+        if self.mode is Mode.PLANNED:
+            self.late.add(order)
+
     def backward_began(self) -> None:
         self.log.forward_needs = len(self.log.needs)
 
@@ -233,6 +241,7 @@ class Learner:
         self.mode = Mode.OBSERVE
         self.began_ns = None
         self.given_up = False
+        self.late.clear()
 
     def _profile_of_step(self) -> Profile | None:
         whole = tuple(self.log.signatures)
@@ -264,6 +273,8 @@ class Learner:
             again = True
         if again:
             self._plan(profile, limit_bytes, fitted=False)
+        if self.late and self.heed_late is not None and profile.plan is not None:
+            profile.plan = self.heed_late(profile.plan, profile.graph, self.late)
 
 
 def refine(old: StepGraph, new: StepGraph) -> StepGraph:

@@ -93,6 +93,7 @@ class Swap:
     def await_back(self, record: int) -> None:
         """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed."""
         began_ns = time.perf_counter_ns()
+        self._core.engine.late(record)
         try:
             self._wait_back(record)
         except SwapError:

@@ -11,7 +11,7 @@ from delta.errors import PolicyError
 from delta.policies import load, names, schema
 from delta.types import Action, Cost, Leftover
 
-SHIPPED = ["delta", "delta-paper", "dtr", "keep", "recompute", "swap"]
+SHIPPED = ["delta", "capuchin", "delta-paper", "dtr", "keep", "optimal-checkpoint", "recompute", "swap"]
 
 
 def refused(name_or_path, overrides=None):

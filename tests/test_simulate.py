@@ -360,7 +360,10 @@ def _size(events: list[Event], number: int) -> int:
 MORE: list[list[str]] = [[], ["recompute"], ["swap"], ["swap", "recompute"]]
 POLICIES = [
     *(load("dtr", overrides={"filter.cost": cost}) for cost in ("own", "ancestors", "classes", "neighbourhood")),
-    *(load(name, overrides={"filter.min_bytes": 0}) for name in ("delta", "delta-paper", "recompute", "swap")),
+    *(
+        load(name, overrides={"filter.min_bytes": 0})
+        for name in ("delta", "delta-paper", "recompute", "swap", "optimal-checkpoint", "capuchin")
+    ),
     load("delta", overrides={"filter.min_bytes": 0, "planner.kind": "none"}),
     *(load("delta", overrides={"filter.min_bytes": 0, "director.actions": ["keep", "encode", *more]}) for more in MORE),
     load("dtr", overrides={"director.actions": ["keep", "encode", "recompute"]}),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from delta.planner.capuchin import capuchin, sooner
 from delta.planner.greedy import plan_step
+from delta.planner.optimal_checkpoint import optimal_checkpoint
 from delta.planner.steplog import Plan
-from delta.planner.task import Planner, Task
+from delta.planner.task import Feedback, Planner, Task
 
 
 def profile(task: Task) -> Plan:
@@ -16,4 +18,5 @@ def profile(task: Task) -> Plan:
     return plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
 
 
-PLANNERS: dict[str, Planner] = {"profile": profile}
+PLANNERS: dict[str, Planner] = {"profile": profile, "optimal-checkpoint": optimal_checkpoint, "capuchin": capuchin}
+FEEDBACK: dict[str, Feedback] = {"capuchin": sooner}
