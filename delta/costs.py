@@ -133,6 +133,8 @@ def eviction_cost_ns(kind: Cost, ledger: Ledger, chains: Chains, ancestry: Ances
             return ancestry.cost_ns(record)
         case Cost.CLASSES:
             return chains.cost_ns(own, (*ledger.parents(record), *ledger.children(record)))
+        case Cost.MAKERS:
+            return chains.cost_ns(own, (*ledger.parents(record), *ledger.siblings(record)))
         case Cost.NEIGHBOURHOOD:
             return ancestry.cost_ns(record) + closure_ns(ledger, record, ledger.children)
         case _:

@@ -13,12 +13,14 @@ and what nobody needs goes after every op.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 
 from delta.budget import Budget
 from delta.config import Policy
 from delta.costs import LinkQueue
 from delta.descent import Descent
 from delta.errors import BudgetError
+from delta.layout import Layout
 from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
 from delta.planner import PLANNERS, Plan, StepGraph, Task
@@ -49,8 +51,11 @@ MISSED = 1.01
 class Engine:
     """Decides for one session. Not thread-safe: the runtime serialises its events."""
 
-    def __init__(self, policy: Policy, budget: Budget, link: Link, announced: bool = False) -> None:
-        """`announced`: the device tells of every allocation beforehand (`allocating`), so none has to be guessed."""
+    def __init__(
+        self, policy: Policy, budget: Budget, link: Link, announced: bool = False, layout: Layout | None = None
+    ) -> None:
+        """`announced`: the device tells of every allocation beforehand (`allocating`), so none has to be guessed.
+        `layout`: where storages lie, if the device can tell."""
         self.policy = policy
         self._announced = announced
         self.budget = budget
@@ -60,7 +65,7 @@ class Engine:
         self.finished_steps: list[StepSummary] = []
         planned = policy.planner.kind != "none"
         self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None)
-        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals)
+        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
         self._largest_bytes = 0
@@ -363,9 +368,18 @@ class Engine:
         """The limit may have changed (a device budget follows what else is in use)."""
         return self._room.make(0, now_ns)
 
-    def evict_one(self, now_ns: int) -> list[Instruction]:
-        """There is room, but not in one piece: let the filter's first choice go. Empty if nothing can."""
-        return self._room.evict(1, now_ns)
+    def make_place(self, nbytes: int, now_ns: int) -> list[Instruction]:
+        """A request for `nbytes` found no room in one piece: let go of what is in its way. Empty if nothing can."""
+        return self._room.make_place(nbytes, now_ns)
+
+    def from_right(self, op: str) -> bool:
+        """Whether what an op makes should lie at the right end of the free block it is cut from."""
+        dear = self.policy.placement.left
+        return bool(dear) and not any(fnmatchcase(op, pattern) for pattern in dear)
+
+    def maker(self, record: int) -> str:
+        """The name of the op that made a record; "" if none is known."""
+        return self._room.makers.get(record, ("", ""))[0]
 
     def rescue(self, now_ns: int) -> list[Instruction]:
         """The device is out of memory: evict everything that can go at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from delta.budget import Budget
@@ -17,6 +17,8 @@ from delta.costs import Ancestry, Chains, LinkQueue, eviction_cost_ns
 from delta.director import Choice, Director, Prospect
 from delta.errors import BudgetError
 from delta.filter import SCORES, Candidate
+from delta.filter.neighbours import cheapest_neighbours
+from delta.layout import Area, Layout, Place
 from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
 from delta.planner import Plan
@@ -25,6 +27,7 @@ from delta.types import Action, AwaitOut, Cost, Drop, Hold, Instruction, Kind, S
 from delta.units import format_bytes
 
 NEVER_NS = 1 << 62  # until the next use of what is not used again
+PRICES = 1 << 40  # of a score of 1: prices of neighbours are summed, and sums are exact in whole numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,26 @@ class Shortage:
         )
 
 
+_Victim = tuple[Choice, Record]
+
+
 class Room:
     """Keeps what is resident under the limit of `budget`."""
 
     def __init__(
-        self, policy: Policy, budget: Budget, ledger: Ledger, queue: LinkQueue, learner: Learner, totals: Totals
+        self,
+        policy: Policy,
+        budget: Budget,
+        ledger: Ledger,
+        queue: LinkQueue,
+        learner: Learner,
+        totals: Totals,
+        layout: Layout | None = None,
     ) -> None:
+        """`layout`: None where the device has no addresses; then storages go one by one, whatever the policy says."""
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
+        self._layout = layout if policy.filter.choose == "window" else None
         self._chains = Chains()
         self._ancestry = Ancestry(ledger)
         self._score, self._cost = SCORES[policy.filter.score], policy.filter.cost
@@ -109,8 +124,8 @@ class Room:
     def make(self, extra_bytes: int, now_ns: int, guess: bool = False) -> list[Instruction]:
         """Evict until `extra_bytes` more fit; with `guess` they may never come, and nobody is told."""
         limit = self.limit_bytes
-        if limit is None:
-            return []
+        if limit is None or (self._layout is not None and self._layout.bounded):
+            return []  # no limit, or who finds no place asks for one: `make_place`
         over = self._ledger.resident_bytes + extra_bytes - limit
         if over <= 0:
             return []
@@ -126,36 +141,85 @@ class Room:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet."""
         out: list[Instruction] = []
         stuck: set[int] = set()  # cannot be replayed after all
-        while over_bytes > 0 and (victim := self._victim(stuck, now_ns)) is not None:
-            choice, rec = victim
-            if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
-                stuck.add(rec.id)
-                continue
-            out += self.carry_out(rec, choice.action, now_ns, wait=True)
-            over_bytes -= rec.nbytes
+        while over_bytes > 0 and (victims := self._victims(over_bytes, stuck, now_ns)):
+            gone, gone_bytes = self._let_go(victims, stuck, now_ns)
+            out += gone
+            over_bytes -= gone_bytes
         coming_bytes = max(0, coming_bytes)
         if over_bytes > (coming_bytes if guess else 0):
             self._short(over_bytes - (coming_bytes if guess else 0), 0 if guess else coming_bytes)
         return out
 
-    def _victim(self, stuck: set[int], now_ns: int) -> tuple[Choice, Record] | None:
-        """The filter's first choice among all that may go; among equals the one used last."""
-        best_score, best = inf, None
+    def make_place(self, nbytes: int, now_ns: int) -> list[Instruction]:
+        """There is no room for `nbytes` in one piece: let go of the cheapest neighbours that make it, or, without
+        windows, of the filter's first choice. Empty if nothing can go."""
+        if self._layout is None:
+            return self.evict(1, now_ns)
+        stuck: set[int] = set()
+        areas = self._layout.areas(nbytes)
+        while victims := self._window(areas, stuck, now_ns):
+            out, _ = self._let_go(victims, stuck, now_ns)
+            if out:
+                return out
+        return []
+
+    def _let_go(self, victims: Sequence[_Victim], stuck: set[int], now_ns: int) -> tuple[list[Instruction], int]:
+        """Evict these, up to the first that cannot be replayed after all; how many bytes went."""
+        out: list[Instruction] = []
+        gone_bytes = 0
+        for choice, rec in victims:
+            if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
+                stuck.add(rec.id)
+                break
+            out += self.carry_out(rec, choice.action, now_ns, wait=True)
+            gone_bytes += rec.nbytes
+        return out, gone_bytes
+
+    def _victims(self, over_bytes: int, stuck: set[int], now_ns: int) -> list[_Victim]:
+        """Who goes next for a limit in bytes: neighbours whose own bytes are enough, else the filter's first choice."""
+        together: list[_Victim] = []
+        if self._layout is not None:
+            neighbours = [area for area in self._layout.areas(over_bytes) if not area.pages]
+            places = [[_taken(place) for place in area.places] for area in neighbours]
+            together = self._window([Area(over_bytes, taken) for taken in places], stuck, now_ns)
+        if together:
+            return together
+        best_score, best = inf, list[_Victim]()
         for record in self._ledger.held:
-            rec = self._ledger[record]
-            if not self.may_go(rec):
-                continue
-            until_use_ns = self._until_use_ns(rec, now_ns)
-            choice = self.director.choose(self._prospect(rec, record not in stuck, until_use_ns, now_ns), self._queue)
-            if choice is None:
-                continue
-            cost_ns = choice.cost_ns
-            if self._cost is not Cost.ACTION:
-                cost_ns = eviction_cost_ns(self._cost, self._ledger, self._chains, self._ancestry, record)
-            score = self._score(Candidate(record, rec.nbytes, cost_ns, now_ns - rec.used_ns, until_use_ns))
-            if score <= best_score:
-                best_score, best = score, (choice, rec)
+            judged = self._judge(self._ledger[record], stuck, now_ns)
+            if judged is not None and judged[0] <= best_score:  # among equals the one used last
+                best_score, best = judged[0], [(judged[1], self._ledger[record])]
         return best
+
+    def _window(self, areas: Sequence[Area], stuck: set[int], now_ns: int) -> list[_Victim]:
+        """The neighbours that are cheapest to evict together, of the areas; empty if there are none."""
+        prices: dict[int, int | None] = {}
+        choices: dict[int, Choice] = {}
+
+        def price(record: int) -> int | None:
+            if record not in prices:
+                rec = self._ledger.records.get(record)
+                judged = self._judge(rec, stuck, now_ns) if rec is not None else None
+                prices[record] = None
+                if judged is not None:
+                    prices[record], choices[record] = int(judged[0] * PRICES), judged[1]
+            return prices[record]
+
+        records = cheapest_neighbours(areas, price)
+        return [(choices[record], self._ledger[record]) for record in records or ()]
+
+    def _judge(self, rec: Record, stuck: set[int], now_ns: int) -> tuple[float, Choice] | None:
+        """The score of a record and how it would go; None if it has to stay."""
+        if not self.may_go(rec):
+            return None
+        until_use_ns = self._until_use_ns(rec, now_ns)
+        choice = self.director.choose(self._prospect(rec, rec.id not in stuck, until_use_ns, now_ns), self._queue)
+        if choice is None:
+            return None
+        cost_ns = choice.cost_ns
+        if self._cost is not Cost.ACTION:
+            cost_ns = eviction_cost_ns(self._cost, self._ledger, self._chains, self._ancestry, rec.id)
+        return self._score(Candidate(rec.id, rec.nbytes, cost_ns, now_ns - rec.used_ns, until_use_ns)), choice
 
     def may_go(self, rec: Record) -> bool:
         return (
@@ -280,8 +344,8 @@ class Room:
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
         if op is None or rec.available or (not rec.handles and not rec.users):
             return
-        neighbours = list(op.inputs)
-        for user in rec.users:
+        neighbours = [*op.inputs, *op.outputs] if self._cost is Cost.MAKERS else list(op.inputs)
+        for user in rec.users if self._cost is not Cost.MAKERS else ():
             neighbours += self._ledger.ops[user].outputs
         self._chains.gone(rec.id, op.cost_ns, neighbours)
 
@@ -289,3 +353,8 @@ class Room:
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
         if op is not None:
             self._chains.back(rec.id, op.cost_ns)
+
+
+def _taken(place: Place) -> Place:
+    """A place as it counts for a limit in bytes: what is free already frees nothing, but does not part neighbours."""
+    return place if place.records else replace(place, nbytes=0)

@@ -53,6 +53,16 @@ class Block:
     segment: int
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of memory: `block_bytes` in one piece of `blocks`, or room for a new segment of
+    `segment_bytes` (None: there is no other segment)."""
+
+    block_bytes: int
+    blocks: list[Block]
+    segment_bytes: int | None
+
+
 class Allocator(Protocol):
     """What the simulator asks of memory."""
 
@@ -192,6 +202,10 @@ class Slab(_Pooled):
     def allocate(self, nbytes: int, from_right: bool = False) -> int:
         return self._take(self._pool, nbytes, from_right)
 
+    def demand(self, nbytes: int) -> Demand:
+        """What a request would need."""
+        return Demand(_round_up(nbytes, _GRAIN_BYTES), self._pool.blocks(), None)
+
 
 class Caching(_Pooled):
     """PyTorch's caching allocator. What is freed stays reserved, until a segment that nobody uses any part of has to
@@ -219,6 +233,12 @@ class Caching(_Pooled):
         if rounded > pool.largest_free_bytes:
             self._reserve(pool, _segment_bytes(rounded))
         return self._take(pool, nbytes)
+
+    def demand(self, nbytes: int) -> Demand:
+        """What a request would need."""
+        rounded = _round_up(nbytes, _GRAIN_BYTES)
+        pool = self._small if rounded <= _SMALL_BYTES else self._large
+        return Demand(rounded, pool.blocks(), _segment_bytes(rounded))
 
     def _reserve(self, pool: _Pool, nbytes: int) -> None:
         """Take a segment from the device if there is room, which may need all segments that are not in use."""
