@@ -221,8 +221,8 @@ class Policy(_Model):
         actions = self.director.actions
         if self.filter.choose == "window" and self.filter.score != "coop":
             raise ValueError(
-                f"filter.choose=window adds up the scores of neighbours, and {self.filter.score} is not a cost that can "
-                "be added up: set filter.score to coop, or filter.choose to one"
+                f"filter.choose=window sums the scores of neighbours, and those of filter.score={self.filter.score} "
+                "make no sum: set filter.score to coop, or filter.choose to one"
             )
         if self.planner.kind == "profile" and set(actions) == {Action.KEEP}:
             raise ValueError(

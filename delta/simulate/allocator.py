@@ -80,8 +80,11 @@ class Allocator(Protocol):
     def largest_free_bytes(self) -> int:
         """The largest request that can be served now."""
 
-    def allocate(self, nbytes: int) -> int:
-        """The id of a new block; OutOfMemory if there is no room. A request for nothing has an id, but no block."""
+    def allocate(self, nbytes: int, from_right: bool = False) -> int:
+        """The id of a new block; OutOfMemory if there is no room. A request for nothing has an id, but no block.
+
+        `from_right`: cut it from the right end of the free block, if the allocator lets one choose; only `Slab` does.
+        """
 
     def free(self, block: int) -> None:
         """Give a block back, by its id."""
@@ -128,7 +131,7 @@ class Ideal(_Books):
     def largest_free_bytes(self) -> int:
         return self.free_bytes
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, from_right: bool = False) -> int:
         if nbytes > self.free_bytes:
             raise OutOfMemory(nbytes, self.free_bytes, self.largest_free_bytes)
         block = self._next_id()
@@ -227,7 +230,7 @@ class Caching(_Pooled):
             fresh = min(fresh, _SMALL_BYTES)
         return max(fresh, self._large.largest_free_bytes, min(self._small.largest_free_bytes, _SMALL_BYTES))
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, from_right: bool = False) -> int:
         rounded = _round_up(nbytes, _GRAIN_BYTES)
         pool = self._small if rounded <= _SMALL_BYTES else self._large
         if rounded > pool.largest_free_bytes:

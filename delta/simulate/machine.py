@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from delta.simulate.allocator import Allocator, Slab
+from delta.simulate.allocator import Allocator
 from delta.types import Link
 
 
@@ -41,9 +41,7 @@ class Machine:
     _in_free_ns: int = 0
 
     def allocate(self, storage: int, nbytes: int, from_right: bool = False) -> None:
-        """`from_right`: cut from the right end of a free block, where the allocator lets one choose."""
-        place = self.allocator
-        self._blocks[storage] = place.allocate(nbytes, from_right) if isinstance(place, Slab) else place.allocate(nbytes)
+        self._blocks[storage] = self.allocator.allocate(nbytes, from_right)
         self.nbytes[storage] = nbytes
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
