@@ -162,6 +162,23 @@ def test_without_addresses_the_score_decides_alone():
     assert went and set(went) <= {1, 2, 3, 4, 5} and went[0] in (1, 2)
 
 
+def test_what_was_written_in_place_can_be_made_again():
+    """3 is written into the storage of 1, which is gone as a version: 3 may go all the same, and its recipe makes 1
+    again first."""
+    toy = Toy(10**6, ("keep", "recompute"), layout=FixedLayout(in_one_segment((100, 3)), bounded=True), **COOP)
+    toy.source(0, 50, Kind.PARAMETER)
+    toy.op(1, 100, [0])
+    toy.now = 5
+    toy.overwrite(1, 3, [1], 100)
+    toy.save(3, at=10)
+    toy.let_go(3)
+    assert gone(toy.engine.make_place(100, 20)) == [3]
+    toy.mine.discard(3)
+    toy.engine.storage_gone(3)
+    toy.need(3, at=30)
+    assert toy.replayed == [1, 3]
+
+
 def test_makers_cost_is_that_of_inputs_and_siblings_and_not_of_readers():
     """3 is read by 4 only; 1 and 2 come from one op. With 1 and 4 gone, 2 and 3 cost their own and 1's class."""
     toy = Toy(10**6, ("keep", "recompute"), **COOP | {"filter": COOP["filter"] | {"cost": "makers"}})
