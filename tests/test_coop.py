@@ -140,9 +140,9 @@ def test_a_memory_that_is_the_budget_is_not_counted_in_bytes():
 
 def test_a_limit_in_bytes_takes_neighbours_too():
     """Free blocks bring no bytes then, but do not part neighbours."""
-    layout = in_one_segment((100, 1), (100, 2), (300, None), (100, 4), (100, 3), (100, 5))
+    layout = in_one_segment((100, 2), (300, None), (100, 3), (100, 1), (100, 4))
     toy = a_toy(layout, bounded=False)
-    assert gone(toy.engine._room.evict(200, 100)) == [2, 4]
+    assert gone(toy.engine._room.evict(200, 100)) == [1, 4], "not 2 and 4, the cheapest: they lie apart"
 
 
 def test_a_limit_beyond_any_window_takes_one_after_the_other():
@@ -201,6 +201,8 @@ def test_makers_cost_is_that_of_inputs_and_siblings_and_not_of_readers():
 
     assert cost(2) == pytest.approx(7 + 7)
     assert cost(3) == pytest.approx(20 + 7), "4 is gone and reads it: not counted, and in no class with 1"
+    room.carry_out(toy.engine.ledger[2], Action.RECOMPUTE, 50, wait=True)
+    assert cost(3) == pytest.approx(20 + 7 + 7), "2 is of one class with 1, which one op made with it"
 
 
 # -- the simulator's memory -------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from delta.runtime.slots import Slot, StorageRef
 from delta.types import Action
 from delta.units import Bytes
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 
 
