@@ -164,6 +164,8 @@ class Costs:
                 return self.chain_ns(record)
             case Cost.CLASSES:
                 return self._chains.cost_ns(own, (*ledger.parents(record), *ledger.children(record)), asker=record)
+            case Cost.MAKERS:
+                return self._chains.cost_ns(own, (*ledger.parents(record), *ledger.siblings(record)), asker=record)
             case Cost.NEIGHBOURHOOD:
                 return self.chain_ns(record) + self._below.cost_ns(record)
             case _:
@@ -174,13 +176,14 @@ class Costs:
         self.settle()
         return own_ns(self._ledger, record) + self._above.cost_ns(record)
 
-    def missing(self, rec: Record) -> None:
-        """The record's bytes are gone, and somebody could still ask for them."""
+    def missing(self, rec: Record, of_makers: bool) -> None:
+        """The record's bytes are gone, and somebody could still ask for them. `of_makers`: it joins the classes of what
+        its op reads and makes, else of what its op and its users read and make."""
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
         if op is None or rec.available or (not rec.handles and not rec.users):
             return
-        neighbours = list(op.inputs)
-        for user in rec.users:
+        neighbours = [*op.inputs, *op.outputs] if of_makers else list(op.inputs)
+        for user in () if of_makers else rec.users:
             neighbours += self._ledger.ops[user].outputs
         self._chains.gone(rec.id, op.cost_ns, neighbours)
 

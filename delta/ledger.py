@@ -368,6 +368,12 @@ class Ledger:
         op = self.ops.get(op_id) if op_id is not None else None
         return op.inputs if op is not None else ()
 
+    def siblings(self, record: int) -> tuple[int, ...]:
+        """The records its op makes, itself among them."""
+        op_id = self.records[record].op
+        op = self.ops.get(op_id) if op_id is not None else None
+        return op.outputs if op is not None else ()
+
     def children(self, record: int) -> list[int]:
         """The records whose ops read it."""
         outputs = (output for user in self.records[record].users for output in self.ops[user].outputs)

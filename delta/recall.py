@@ -32,7 +32,7 @@ class Recall:
             return []
         if rec.alive:  # let go of, but somebody else kept it: no need to make it again
             self._ledger.hold(rec.id)
-            self._room.back(rec)
+            self._room.candidates.back(rec)
             return [Hold(rec.id)]
         if rec.encoded_bytes:
             out = self._room.make(rec.nbytes, now_ns)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from logs import random_net, residual_net
 from test_simulate import saved_steps, steps
 
+from delta.candidates import Candidates
 from delta.config import Policy
 from delta.costs import closure_ns, own_ns
 from delta.director import Prospect
@@ -20,7 +21,6 @@ from delta.errors import BudgetError
 from delta.filter import SCORES, Candidate, Victims
 from delta.ledger import Host
 from delta.nextuse import NextUse
-from delta.room import Room
 from delta.simulate import simulate
 from delta.trace import Trace, read
 from delta.trace.events import Op
@@ -44,7 +44,7 @@ def a_policy(score: str, cost: str = "own", planner: str = "none", actions=("rec
 
 RECOMPUTE = [
     *(a_policy(score, cost) for score in ("dtr", "delta") for cost in Cost),
-    *(a_policy(score) for score in ("msps", "lru", "size", "size-staleness", "delta-paper")),
+    *(a_policy(score) for score in ("msps", "coop", "lru", "size", "size-staleness", "delta-paper")),
     a_policy("msps", "ancestors"),
     a_policy("delta", "action", "profile"),
     a_policy("delta", "classes", "profile", sources="hold", results="drop"),
@@ -58,7 +58,7 @@ SWAP = [
 NAMES = {"ids": lambda policy: policy.name}
 
 
-def by_looking(room: Room, now_ns: int):
+def by_looking(room: Candidates, now_ns: int):
     """The filter's first choice, with every cost counted anew."""
     best_score, best = inf, None
     for record in room._ledger.held:
@@ -89,6 +89,9 @@ def by_looking(room: Room, now_ns: int):
             Cost.NEIGHBOURHOOD: lambda record=record, above_ns=above_ns: (
                 above_ns + closure_ns(room._ledger, record, room._ledger.children)
             ),
+            Cost.MAKERS: lambda record=record: room._costs._chains.cost_ns(
+                own_ns(room._ledger, record), (*room._ledger.parents(record), *room._ledger.siblings(record))
+            ),
             Cost.CLASSES: lambda record=record: room._costs._chains.cost_ns(
                 own_ns(room._ledger, record), (*room._ledger.parents(record), *room._ledger.children(record))
             ),
@@ -105,7 +108,7 @@ def by_looking(room: Room, now_ns: int):
 def compared(monkeypatch):
     """Every answer of the ranking beside that of a look at all. Gives the list of them."""
     answers = []
-    ranked = Room._best
+    ranked = Candidates._best
 
     def both(self, now_ns, room_bytes):
         assert self._victims is not None
@@ -114,7 +117,7 @@ def compared(monkeypatch):
         answers.append(found)
         return found
 
-    monkeypatch.setattr(Room, "_best", both)
+    monkeypatch.setattr(Candidates, "_best", both)
     return answers
 
 
@@ -152,7 +155,7 @@ def test_a_look_at_all_is_left_where_the_cost_hangs_on_the_queue():
 
     def is_ranked(*args, actions) -> bool:
         engine = Engine(a_policy(*args, actions=actions), None, LINK)
-        return engine._room._victims is not None
+        return engine._room.candidates._victims is not None
 
     assert not is_ranked("delta", "action", actions=both)
     assert not is_ranked("dtr", "action", actions=both)

@@ -46,6 +46,10 @@ def _dtr(nbytes: int, cost_ns: int, used_ns: int) -> Line:
     return Line(nbytes, -nbytes * used_ns, cost_ns)
 
 
+def _coop(nbytes: int, cost_ns: int, used_ns: int) -> Line:
+    return Line(1, 1 - used_ns, cost_ns)
+
+
 def _msps(nbytes: int, cost_ns: int, used_ns: int) -> Line:
     return Line(0, nbytes, cost_ns)
 
@@ -66,6 +70,7 @@ LINES: dict[str, LineOf] = {
     "delta": _delta,
     "delta-paper": _delta_paper,
     "dtr": _dtr,
+    "coop": _coop,
     "msps": _msps,
     "size-staleness": _size_staleness,
     "lru": _lru,
