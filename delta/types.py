@@ -53,6 +53,14 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """How a saved tensor looks, apart from what makes it the very same: `structure` is equal where only sizes differ."""
+
+    structure: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class OpInfo:
     """One recorded op. `inputs` and `outputs` are record ids; `cost_ns` is its own run time."""
 

@@ -42,6 +42,7 @@ from delta.types import (
     Hold,
     Instruction,
     Kind,
+    Look,
     OpInfo,
     Preserve,
     Release,
@@ -299,7 +300,7 @@ class Core:
             self._step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
-    def saved(self, tensor: Tensor, signature: int) -> int:
+    def saved(self, tensor: Tensor, signature: int, look: Look) -> int:
         """Autograd saved a tensor; returns its record."""
         record = self.known(tensor)
         if record is None:
@@ -311,7 +312,7 @@ class Core:
         self._note_loose()
         if self.engine.ledger[record].saved_at < 0:
             self._attached.append(record)
-        self.run(self.engine.saved(record, signature, time.perf_counter_ns()))
+        self.run(self.engine.saved(record, signature, time.perf_counter_ns(), look))
         nbytes = self.engine.ledger[record].nbytes
         self.emit("saved", record=record, nbytes=nbytes)
         return record

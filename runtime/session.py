@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from contextlib import ContextDecorator, ExitStack
 from datetime import UTC, datetime
@@ -150,6 +151,8 @@ class evict(ContextDecorator):
                 overhead_ns=core.overhead_ns,
                 oom_rescues=core.oom_rescues,
                 evictions=dict(totals.evictions),
+                plans=dict(totals.plans),
+                longest_plan_ns=dict(totals.longest_plan_ns),
                 warnings=tuple(totals.warnings),
             )
 
@@ -163,7 +166,7 @@ class evict(ContextDecorator):
         budget = self._limit(device)
         timeline = Timeline(self._timeline, self._header(device))
         undo.callback(timeline.close)
-        engine = Engine(self.policy, budget, _link(device, budget))
+        engine = Engine(self.policy, budget, _link(device, budget), clock=time.perf_counter_ns)
         core = Core(engine, device, Persistent(model), timeline)
         undo.pop_all()  # from here on the core closes them, when the last handle has died
         self._core = core
