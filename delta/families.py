@@ -1,9 +1,9 @@
 """A learner for inputs that change their size from step to step (policy `mimose`).
 
 `Learner` knows a step again by the exact metadata of what it saves, so every new sequence length is new to it. Here a
-step is known by its structure (`Look`), its input size is that of the first tensor it saves, and its plan is made there:
-before the body of the forward runs, from what the family says of that size. Plans are kept by size rounded up: what fits
-when everything is a little larger fits.
+step is known by its structure (`Look`), its input size is that of the first tensor it saves, and its plan is made
+there: before the body of the forward runs, from what the family says of that size. Plans are kept by size rounded up:
+what fits when everything is a little larger fits.
 
 What turns out otherwise than expected (another structure, a larger storage) is observed from there on, as ever, and the
 family learns from it.
@@ -100,13 +100,17 @@ class FamilyLearner(Learner):
             return None
         key = (family, family.rounded(self.dims, self.options.rounding))
         known = self._plans.get(key)
-        if known is not None and known.planned_for_bytes <= limit_bytes <= ROOMIER * known.planned_for_bytes:
-            return known
+        surprised = False
+        if known is not None:
+            surprised = not known.idle and known.plan is None  # it was thought to fit
+            if not surprised and known.planned_for_bytes <= limit_bytes <= ROOMIER * known.planned_for_bytes:
+                return known
         graph = family.graph(key[1])
         aim_bytes = max(0, int(limit_bytes * self.squeeze) - self._buffer_bytes(limit_bytes))
         made = Profile(family.structure, graph, self._expected.peak_bytes, family.forced, planned_for_bytes=limit_bytes)
         largest_bytes = max((graph.nodes[node].nbytes for node in graph.saved), default=0)
-        made.idle = graph.unevicted_bytes + largest_bytes <= aim_bytes  # online, room is kept for one more of them
+        # Online, room is kept for one more of the largest.
+        made.idle = not surprised and graph.unevicted_bytes + largest_bytes <= aim_bytes
         if not made.idle:
             made.plan = self.make_plan(graph, aim_bytes, family.forced)
         self._plans[key] = made
@@ -133,7 +137,8 @@ class FamilyLearner(Learner):
         if limit_bytes is not None and peak_bytes > limit_bytes and self.plan is not None:
             self.squeeze = max(LEAST_SQUEEZE, self.squeeze * limit_bytes / peak_bytes)
             self._plans.clear()
-        if self.recorded and not (expected and expected.exact and self._foreseen(expected)):
+        told = family is not None and expected is not None and expected.exact and self._foreseen(expected)
+        if self.recorded and not told:
             family = self._learn_size(forced)
         if family is not None and family in self.families:
             self.families.remove(family)

@@ -19,8 +19,8 @@ class Report:
     """Figures of a run so far. Bytes and nanoseconds are sums over all steps; a peak is the largest of any step.
 
     ``budget_bytes`` is the limit that was held for activations or device, None when there was none (watch only).
-    ``modes`` and ``evictions`` count steps by mode and evictions by action. ``plans`` counts plans made, and plans found
-    again when a step began; ``longest_plan_ns`` is the longest that took.
+    ``modes`` and ``evictions`` count steps by mode and evictions by action. ``plans`` counts plans made, and plans
+    found again when a step began; ``longest_plan_ns`` is the longest that took.
     """
 
     policy: str

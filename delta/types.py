@@ -54,7 +54,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a saved tensor looks, apart from what makes it the very same: `structure` is equal where only sizes differ."""
+    """How a saved tensor looks to policies for which sizes may differ: `structure` is equal where only they do."""
 
     structure: int = 0
     sizes: tuple[int, ...] = ()

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from importlib.resources import files
@@ -11,7 +12,7 @@ from delta.errors import PolicyError
 from delta.policies import load, names, schema
 from delta.types import Action, Cost, Leftover
 
-SHIPPED = ["delta", "delta-paper", "dtr", "keep", "recompute", "swap"]
+SHIPPED = ["delta", "delta-paper", "dtr", "keep", "mimose", "recompute", "swap"]
 
 
 def refused(name_or_path, overrides=None):
@@ -63,6 +64,27 @@ def test_dtr_cites_its_paper_and_decides_as_it_does():
     assert set(policy.director.actions) == {Action.KEEP, Action.RECOMPUTE}
     assert policy.planner.kind == "none"
     assert (policy.replay.sources, policy.replay.results) == (Leftover.DROP, Leftover.HOLD)
+
+
+def test_mimose_cites_its_paper_and_recomputes_only():
+    policy = load("mimose")
+    assert "2209.02478" in policy.source
+    assert set(policy.director.actions) == {Action.KEEP, Action.RECOMPUTE}
+    assert policy.planner.kind == "mimose"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("planner.observe", 0, "greater than or equal to 1"),
+        ("planner.rounding", "4MiB", 'must be a share such as "5%"'),
+        ("planner.buffer", "much", "planner.buffer"),
+        ("director.actions", ["keep", "swap"], "planner.kind=mimose decides what to recompute"),
+    ],
+)
+def test_what_mimose_cannot_do_with_is_refused(key, value, said):
+    with pytest.raises(PolicyError, match=re.escape(said)):
+        load("mimose", {key: value})
 
 
 @pytest.mark.parametrize("cost", ["own", "ancestors", "classes", "neighbourhood"])

@@ -1,10 +1,10 @@
 """Bytes and times at an input size that was never seen, from a few that were: the estimator of Mimose.
 
 Mimose (arXiv:2209.02478, its authors' `PolyPrediction`) fits a polynomial of degree 2 in one scalar to the bytes of
-each module. Here it is the bytes of each storage, in all dims of the input. A storage is a product of dims, so its bytes
-are most often one term, `c * batch * length ** 2`, and two or three observed sizes give it exactly. Forms are tried from
-the simplest on: one term, two terms, least squares over more. Only the last can be wrong where it was observed, by what
-is then its margin.
+each module. Here it is the bytes of each storage, in all dims of the input. A storage is a product of dims, so its
+bytes are most often one term, `c * batch * length ** 2`, and two or three observed sizes give it exactly. Forms are
+tried from the simplest on: one term, two terms, least squares over more. Only the last can be wrong where it was
+observed, by what is then its margin.
 
 Where several forms explain what was seen, or a dim has never varied, the answer is an interval: plans are made for the
 most, and what a share of a budget is a share of is the least. No exponent of a dim is above `DEGREE`.
@@ -28,7 +28,7 @@ Exponents = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Form:
     """A sum of terms, each the place of its monomial in `Estimator.terms` and a factor, over `divisor`: whole numbers,
-    since this is evaluated before a step. `margin` is the most bytes it was off at an observed size."""
+    since this is evaluated before a step. `margin` is the most bytes it was off by at an observed size."""
 
     terms: tuple[tuple[int, int], ...]
     divisor: int

@@ -1,8 +1,8 @@
 """Steps of one program at several input sizes, and the step it would be at any other.
 
-A family is told by what does not depend on sizes: the structure of what its steps save, and the graph of its ops. Each
-observed input size is a sample. From the samples, `Estimator` says what every storage takes and every op costs at a size
-that was never seen; with the structure that is a whole `StepGraph`, ready to be planned before the step runs.
+A family is told by what does not depend on sizes: the structure of what its steps save, and the graph of its ops.
+Each observed input size is a sample. From the samples, `Estimator` says what every storage takes and every op costs at
+a size that was never seen; with the structure that is a whole `StepGraph`, ready to be planned before the step runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SAMPLES = 16  # input sizes remembered of a family; the oldest is forgotten firs
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What is known of a step before it runs: what each saved storage takes, by save order, and its peak if nothing were
-    evicted, at least."""
+    """What is known of a step before it runs: what each saved storage takes, by save order, and at least how high its
+    peak would be if nothing were evicted."""
 
     saved: tuple[Interval, ...]
     peak_bytes: int
@@ -80,7 +80,7 @@ class Family:
         )
 
     def learn(self, dims: Dims, graph: StepGraph, forced: Mapping[int, Action]) -> None:
-        """Another step that `takes` said yes to. Of two of the same size, the larger bytes and the smaller times count."""
+        """Another step that `takes` said yes to. Of two of the same size the larger bytes and smaller times count."""
         graph = pruned(graph)
         known = self._samples.pop(dims, None)
         self._samples[dims] = graph if known is None else _both(known, graph)

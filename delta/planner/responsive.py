@@ -1,13 +1,13 @@
-"""The responsive scheduler of Mimose (arXiv:2209.02478): which storages to drop, fast enough to be asked before a forward.
+"""The responsive scheduler of Mimose (arXiv:2209.02478): what to drop, fast enough to be asked before each forward.
 
 As its authors' code has it: candidates are put into buckets of about equal bytes (within 10 %); in a bucket the earlier
 ones go first, since they come back last, when backward has given back most of the rest; if one candidate alone covers
 what is still over, the smallest such goes. Otherwise one of the largest goes, so that few have to be made again.
 
-Mimose checkpoints modules, so its chains end where a module does. Here single storages go, and a chain of dropped ones
-would grow to the whole step. So what one chain brings back together is limited: to an eighth of the budget at first, and
-to more where that does not suffice. And Mimose does not model when the peak is: here the forecast does, a few times, and
-what it finds over the limit is taken off too.
+Mimose checkpoints modules, so its chains end where a module does. Here single storages go, and a chain of dropped
+ones would grow to the whole step. So what one chain brings back together is limited: to an eighth of the budget at
+first, and to more where that does not suffice. And Mimose does not model when the peak is: here the forecast does, a
+few times, and what it finds over the limit is taken off too.
 
 Bounds: no optimality, times are not looked at. Deterministic.
 """
