@@ -71,7 +71,8 @@ def test_times_follow_the_term_they_are_most_evenly_proportional_to():
     """Noise of 10 % each way on t ** 2 must not turn into another power, or into a second term."""
     lengths = [(50,), (100,), (150,), (200,)]
     estimator = Estimator(lengths)
-    place, factor = estimator.rate([int(70 * t * t * noise) for (t,), noise in zip(lengths, (1.1, 0.9, 1.0, 1.1), strict=True)])
+    noise = (1.1, 0.9, 1.0, 1.1)
+    place, factor = estimator.rate([int(70 * t * t * off) for (t,), off in zip(lengths, noise, strict=True)])
     assert estimator.terms[place] == (2,)
     assert factor == pytest.approx(70, rel=0.11)
 

@@ -92,7 +92,7 @@ def test_every_plan_is_timed():
 
 def test_a_share_is_one_of_each_step_s_own_peak(steps):
     sizes = shapes(16, (4,))
-    found, report = under(mimose(), sizes, activations="60%")
+    found, _ = under(mimose(), sizes, activations="60%")
     assert all(map(torch.equal, found, train(sizes)))
     assert [step.mode for step in steps[OBSERVED:]] == [Mode.PLANNED] * 13
     for step in steps[OBSERVED:]:

@@ -356,7 +356,10 @@ def _size(events: list[Event], number: int) -> int:
 
 POLICIES = [
     *(load("dtr", overrides={"filter.cost": cost}) for cost in ("own", "ancestors", "classes", "neighbourhood")),
-    *(load(name, overrides={"filter.min_bytes": 0}) for name in ("delta", "delta-paper", "recompute", "swap")),
+    *(
+        load(name, overrides={"filter.min_bytes": 0})
+        for name in ("delta", "delta-paper", "mimose", "recompute", "swap")
+    ),
     load("delta", overrides={"filter.min_bytes": 0, "planner.kind": "none"}),
     load("delta", overrides={"filter.min_bytes": 0, "replay.sources": "drop", "replay.results": "hold"}),
 ]
