@@ -159,11 +159,12 @@ def round_up(size: int, rounding: Share) -> int:
 
 
 def pruned(graph: StepGraph) -> StepGraph:
-    """The graph without the ops that no saved storage depends on: those between two steps, which differ."""
-    wanted = set(graph.saved)
+    """The graph without the ops that no saved storage depends on: those before the first step, such as the making of
+    parameters, and those between two steps, which differ."""
+    wanted = {node for node in graph.saved if not graph.nodes[node].rooted}
     for op in reversed(graph.ops):
         if not wanted.isdisjoint(op.outputs):
-            wanted.update(op.inputs, op.outputs)
+            wanted.update(node for node in op.inputs if not graph.nodes[node].rooted)
     kept = [op for op in graph.ops if not wanted.isdisjoint(op.outputs)]
     number = {op.id: place for place, op in enumerate(kept)}
     used = dict.fromkeys(node for op in kept for node in (*op.inputs, *op.outputs))
