@@ -28,10 +28,11 @@ from delta.types import Action, Cost, Leftover
 from delta.units import Bytes, Share, parse_bytes, parse_size
 
 ScoreName = Literal["delta", "delta-paper", "dtr", "coop", "msps", "size-staleness", "lru", "size"]
-PlannerName = Literal["profile", "optimal-checkpoint", "capuchin", "none"]
+PlannerName = Literal["profile", "mimose", "optimal-checkpoint", "capuchin", "none"]
 
 _SIZE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
 _SIZE_OR_SHARE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*(([kKmMgGtT][iI]?)?[bB]?|%)\s*$"
+_SHARE_TEXT = 'a share such as "5%"'
 _SIZE_TEXT = 'a number of bytes, or a size such as "256MiB"'
 
 
@@ -41,6 +42,13 @@ def _read_bytes(value: Any, info: ValidationInfo) -> int:
 
 def _read_size(value: Any, info: ValidationInfo) -> Bytes | Share:
     return parse_size(value, what=str(info.field_name), error=PolicyError)
+
+
+def _read_share(value: Any, info: ValidationInfo) -> Share:
+    size = parse_size(value, what=str(info.field_name), error=PolicyError)
+    if not isinstance(size, Share):
+        raise PolicyError(f"{info.field_name}={value!r}: must be {_SHARE_TEXT}")
+    return size
 
 
 def _read_window(value: Any, info: ValidationInfo) -> Any:
@@ -67,6 +75,12 @@ Size = Annotated[
     BeforeValidator(_read_size),
     PlainSerializer(_write_size),
     _size_schema(_SIZE_OR_SHARE_PATTERN, _SIZE_TEXT + ', or a share such as "50%"'),
+]
+OnlyShare = Annotated[
+    Share,
+    BeforeValidator(_read_share),
+    PlainSerializer(str),
+    WithJsonSchema({"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+]*\s*%\s*$", "description": _SHARE_TEXT}),
 ]
 Window = Annotated[
     Literal["auto"] | int,
@@ -131,7 +145,20 @@ class PlannerConfig(_Model):
 
     kind: PlannerName = Field(
         default="profile",
-        description="which planner plans the next step from the last one; none: decide online always",
+        description="which planner plans the next step from the last ones; none: decide online always",
+    )
+    observe: int = Field(
+        default=3, ge=1, description="mimose: input sizes that are observed before others are predicted from them"
+    )
+    rounding: OnlyShare = Field(
+        default=Share(0.05),
+        description="mimose: a plan serves input sizes that are smaller by at most this share",
+        json_schema_extra={"default": "5%"},
+    )
+    buffer: Size = Field(
+        default=Share(0.02),
+        description="mimose: part of the budget that plans leave unused",
+        json_schema_extra={"default": "2%"},
     )
 
 
@@ -229,6 +256,11 @@ class Policy(_Model):
             raise ValueError(
                 f"planner.kind={self.planner.kind} has nothing to plan while director.actions holds only keep: "
                 "set planner.kind to none, or add swap, recompute or encode to director.actions"
+            )
+        if self.planner.kind == "mimose" and Action.RECOMPUTE not in actions:
+            raise ValueError(
+                "planner.kind=mimose decides what to recompute, and director.actions does not allow that: set "
+                "planner.kind to profile, or add recompute to director.actions"
             )
         for number, rule in enumerate(self.rules):
             if rule.action not in {Action.KEEP, *actions}:

@@ -12,7 +12,7 @@ and what nobody needs goes after every op.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from delta.budget import Budget
@@ -20,8 +20,9 @@ from delta.config import Policy
 from delta.costs import LinkQueue
 from delta.descent import Descent
 from delta.errors import BudgetError
+from delta.families import FamilyLearner
 from delta.layout import Layout
-from delta.learner import AIM, Learner
+from delta.learner import AIM, ANY_LOOK, Learner
 from delta.ledger import Host, Ledger, Record
 from delta.planner import FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
@@ -38,6 +39,7 @@ from delta.types import (
     Kind,
     Leftover,
     Link,
+    Look,
     Mode,
     OpInfo,
     Preserve,
@@ -53,10 +55,17 @@ class Engine:
     """Decides for one session. Not thread-safe: the runtime serialises its events."""
 
     def __init__(
-        self, policy: Policy, budget: Budget, link: Link, announced: bool = False, layout: Layout | None = None
+        self,
+        policy: Policy,
+        budget: Budget,
+        link: Link,
+        announced: bool = False,
+        layout: Layout | None = None,
+        clock: Callable[[], int] = lambda: 0,
     ) -> None:
         """`announced`: the device tells of every allocation beforehand (`allocating`), so none has to be guessed.
-        `layout`: where storages lie, if the device can tell."""
+        `layout`: where storages lie, if the device can tell. `clock`: in ns, to report how long planning took; nothing
+        is decided by it."""
         self.policy = policy
         self._announced = announced
         self.budget = budget
@@ -65,9 +74,15 @@ class Engine:
         self.totals = Totals()
         self.finished_steps: list[StepSummary] = []
         planned = policy.planner.kind != "none"
+        self._clock = clock
+        make_plan = self._make_plan if planned else None
         # Where nothing has to be guessed, nothing is left unused.
         aim = 1.0 if announced else AIM
-        self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None, aim)
+        self.learner = (
+            FamilyLearner(policy.filter.min_bytes, make_plan, limit=budget.limit_bytes, options=policy.planner)
+            if policy.planner.kind == "mimose"
+            else Learner(policy.filter.min_bytes, make_plan, aim)
+        )
         if policy.planner.kind in FEEDBACK:
             self.learner.heed_late = self._heed_late
         self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout)
@@ -75,6 +90,7 @@ class Engine:
         self._descent = Descent(self.ledger)
         self._largest_bytes = 0
         self._lost_ns = 0
+        self._plans_made = 0
         self._position = 0  # needs of this step that plans have been followed for
         self._failed: BudgetError | None = None
         self._recording = False
@@ -152,14 +168,17 @@ class Engine:
         if self._room.candidates.encodes and encoding.nbytes < self.ledger[record].nbytes:
             self._room.offer(self.ledger[record], encoding)
 
-    def saved(self, record: int, signature: int, now_ns: int) -> list[Instruction]:
+    def saved(self, record: int, signature: int, now_ns: int, look: Look = ANY_LOOK) -> list[Instruction]:
         """Autograd saved a tensor on `record`. The record is alive."""
         rec = self.ledger[record]
-        if not self.learner.in_step:
+        begins, plans_before, began_ns = not self.learner.in_step, self._plans_made, self._clock()
+        if begins:
             self._raise_failed()
             self.ledger.restart_peaks()
             self.learner.recorded = self._recording
-        self.learner.packed(signature, now_ns - self._lost_ns)
+        self.learner.packed(signature, now_ns - self._lost_ns, look)
+        if begins and self.learner.plan is not None:
+            self.totals.planned(self._plans_made > plans_before, self._clock() - began_ns)
         first = rec.saved_at < 0
         alone = self.ledger.save(record, len(self._recall.by_order))
         self.ledger.use(record, now_ns)
@@ -180,7 +199,8 @@ class Engine:
         if (plan := self.learner.plan) is not None and not self._announced:
             out += self._room.following.saved(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
-        return out + self._room.make(0 if self._announced else self._largest_bytes, now_ns, guess=True)
+        coming_bytes = 0 if self._announced else max(self._largest_bytes, self.learner.next_bytes)
+        return out + self._room.make(coming_bytes, now_ns, guess=True)
 
     def _saved_again(self, rec: Record, alone: bool) -> list[Instruction]:
         """A record that was saved before in this step: all its handles may have died, and Delta have let go of it."""
@@ -491,6 +511,7 @@ class Engine:
         ledger, mode = self.ledger, self.learner.mode
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
         self._tell_shortage(summary.peak_bytes)
+        plans_before, began_ns = self._plans_made, self._clock()
         self.learner.end(
             now_ns - self._lost_ns,
             summary.peak_bytes,
@@ -499,6 +520,8 @@ class Engine:
             self._room.evicted,
             self._forced(),
         )
+        if self._plans_made > plans_before:
+            self.totals.planned(True, self._clock() - began_ns)
         out = self._let_go_idle(*ledger.cut())
         self._room.new_step()
         self._recall.new_step()
@@ -543,6 +566,7 @@ class Engine:
         return forced
 
     def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
+        self._plans_made += 1
         policy = self.policy
         task = Task(
             graph, limit_bytes, self.queue.link, policy.director.actions, forced, self._announced, policy.planner

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
-from delta.types import Action, Encoding, Kind, Mode, OpInfo
+from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
 TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
@@ -21,6 +21,7 @@ KINDS = 64  # kinds of step remembered, the least recently used forgotten first
 ROOMIER = 1.05  # ... or when the limit has grown by this (a device budget follows what else is in use)
 LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
+ANY_LOOK = Look()
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
 HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
@@ -85,6 +86,11 @@ class Learner:
         return self.current.unevicted_peak_bytes if self.current is not None else 0
 
     @property
+    def next_bytes(self) -> int:
+        """What the next storage to be saved takes, where that is known without a plan; else 0."""
+        return 0
+
+    @property
     def all_idle(self) -> bool:
         """Whether every kind of step seen so far fitted."""
         return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)
@@ -99,7 +105,7 @@ class Learner:
         return not self.all_idle
 
     # -- during a step --------------------------------------------------------------------------------------------
-    def packed(self, signature: int, now_ns: int) -> None:
+    def packed(self, signature: int, now_ns: int, look: Look = ANY_LOOK) -> None:
         """A tensor was packed; decides the mode at the first one and checks it at the others."""
         if self.began_ns is None:
             self.began_ns = now_ns
@@ -107,12 +113,12 @@ class Learner:
             self._give_up()
         if self.given_up:
             return
-        self.log.signatures.append(signature)
+        key = self._key(signature, look)
+        self.log.signatures.append(key)
         self.packs += 1
         follows = self.current
         if self.packs == 1 or (
-            follows is not None
-            and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != signature)
+            follows is not None and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != key)
         ):
             self._match()
 
@@ -120,9 +126,16 @@ class Learner:
         """Follow this step no further: its log would grow for as long as the program runs."""
         self.log, self.current, self.mode, self.given_up = StepLog(), None, Mode.OBSERVE, True
 
+    def _key(self, signature: int, look: Look) -> int:
+        """What steps are told apart by."""
+        return signature
+
+    def _find(self, so_far: tuple[int, ...]) -> Profile | None:
+        """What is known of steps that begin so."""
+        return next((p for p in self.profiles if p.signatures[: self.packs] == so_far), None)
+
     def _match(self) -> None:
-        so_far = tuple(self.log.signatures)
-        self.current = next((p for p in self.profiles if p.signatures[: self.packs] == so_far), None)
+        self.current = self._find(tuple(self.log.signatures))
         if self.current is None:
             self.mode = Mode.OBSERVE
         elif self.current.idle:
@@ -215,10 +228,21 @@ class Learner:
         if self.given_up:
             self._reset()
             return
-        log, profile = self.log, self._profile_of_step()
-        log.end_ns = now_ns - (self.began_ns or 0)
+        self.log.end_ns = now_ns - (self.began_ns or 0)
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
+        self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced)
+        self._reset()
+
+    def _learn(
+        self,
+        peak_bytes: int,
+        unevicted_peak_bytes: int,
+        limit_bytes: int | None,
+        fitted: bool,
+        forced: Mapping[int, Action],
+    ) -> None:
+        log, profile = self.log, self._profile_of_step()
         if profile is None and log.needs and (self.recorded or fitted):
             graph = build_graph(log, self.min_bytes)
             profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim)
@@ -232,7 +256,6 @@ class Learner:
             self.profiles.remove(profile)
             self.profiles.insert(0, profile)
             self._review(profile, peak_bytes, limit_bytes, fitted)
-        self._reset()
 
     def _reset(self) -> None:
         self.log = StepLog()

@@ -19,7 +19,8 @@ class Report:
     """Figures of a run so far. Bytes and nanoseconds are sums over all steps; a peak is the largest of any step.
 
     ``budget_bytes`` is the limit that was held for activations or device, None when there was none (watch only).
-    ``modes`` and ``evictions`` count steps by mode and evictions by action.
+    ``modes`` and ``evictions`` count steps by mode and evictions by action. ``plans`` counts plans made, and plans
+    found again when a step began; ``longest_plan_ns`` is the longest that took.
     """
 
     policy: str
@@ -39,6 +40,8 @@ class Report:
     overhead_ns: int = 0
     oom_rescues: int = 0
     evictions: Mapping[str, int] = field(default_factory=dict)
+    plans: Mapping[str, int] = field(default_factory=dict)
+    longest_plan_ns: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,6 +65,7 @@ class Report:
             ("saved by encoding", format_bytes(self.encoded_bytes_saved)),
             ("stalled", format_ns(self.stall_ns)),
             ("overhead", format_ns(self.overhead_ns)),
+            ("plans", _counts(sum(self.plans.values()), self.plans) + self._planning()),
             ("evictions", _counts(sum(self.evictions.values()), self.evictions)),
             ("OOM rescues", str(self.oom_rescues)),
         ]
@@ -70,6 +74,9 @@ class Report:
         if not self.unevicted_peak_activation_bytes:
             return ""
         return f" ({self.peak_activation_bytes / self.unevicted_peak_activation_bytes:.1%} of unevicted)"
+
+    def _planning(self) -> str:
+        return "".join(f", {how} in {format_ns(ns)} at most" for how, ns in sorted(self.longest_plan_ns.items()))
 
 
 def _counts(total: int, parts: Mapping[str, int]) -> str:

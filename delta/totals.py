@@ -21,7 +21,15 @@ class Totals:
     peak_bytes: int = 0
     unevicted_peak_bytes: int = 0
     warnings: list[str] = field(default_factory=list)
+    plans: dict[str, int] = field(default_factory=dict)
+    longest_plan_ns: dict[str, int] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
+
+    def planned(self, made: bool, took_ns: int) -> None:
+        """A plan was made, or one that was there was found again for a step that begins."""
+        how = "made" if made else "found"
+        self.plans[how] = self.plans.get(how, 0) + 1
+        self.longest_plan_ns[how] = max(self.longest_plan_ns.get(how, 0), took_ns)
 
     def warn(self, kind: str, text: str) -> None:
         """Note a warning; one of a kind is enough."""

@@ -55,6 +55,14 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """How a saved tensor looks to policies for which sizes may differ: `structure` is equal where only they do."""
+
+    structure: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class OpInfo:
     """One recorded op. `inputs` and `outputs` are record ids; `cost_ns` is its own run time."""
 

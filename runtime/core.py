@@ -46,6 +46,7 @@ from delta.types import (
     Hold,
     Instruction,
     Kind,
+    Look,
     OpInfo,
     Preserve,
     Release,
@@ -267,7 +268,7 @@ class Core:
             self._step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
-    def saved(self, tensor: Tensor, signature: int) -> int:
+    def saved(self, tensor: Tensor, signature: int, look: Look) -> int:
         """Autograd saved a tensor; returns its record."""
         record = self.known(tensor)
         if record is None:
@@ -281,7 +282,7 @@ class Core:
             self._attached.append(record)
             if self.engine.encodes:
                 self.encoder.offer(record, tensor)
-        self.run(self.engine.saved(record, signature, time.perf_counter_ns()))
+        self.run(self.engine.saved(record, signature, time.perf_counter_ns(), look))
         nbytes = self.engine.ledger[record].nbytes
         self.emit("saved", record=record, nbytes=nbytes)
         return record

@@ -18,6 +18,7 @@ from delta.errors import StorageModifiedError
 from delta.runtime.versions import counter_of, over
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
+from delta.types import Look
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -76,8 +77,9 @@ class Hooks:
         core = self._core
         view = View.of(tensor)
         signature = hash((view.size, view.stride, view.dtype, tensor.untyped_storage().nbytes()))
+        look = Look(hash((len(view.size), view.dtype)), view.size)
         with core.entered():
-            record = core.saved(tensor, signature)
+            record = core.saved(tensor, signature, look)
         return Handle(core, record, view, counter_of(tensor), version)
 
     def _take_over(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from contextlib import ContextDecorator, ExitStack
 from datetime import UTC, datetime
@@ -152,6 +153,8 @@ class evict(ContextDecorator):
                 overhead_ns=core.overhead_ns,
                 oom_rescues=core.oom_rescues,
                 evictions=dict(totals.evictions),
+                plans=dict(totals.plans),
+                longest_plan_ns=dict(totals.longest_plan_ns),
                 warnings=tuple(totals.warnings),
             )
 
@@ -166,7 +169,8 @@ class evict(ContextDecorator):
         timeline = Timeline(self._timeline, self._header(device))
         undo.callback(timeline.close)
         addresses = self._addresses(device)
-        engine = Engine(self.policy, budget, _link(device, budget), layout=addresses)
+        link = _link(device, budget)
+        engine = Engine(self.policy, budget, link, layout=addresses, clock=time.perf_counter_ns)
         core = Core(engine, device, Persistent(model), timeline)
         if addresses is not None:
             addresses.follow(core.slots)

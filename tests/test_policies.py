@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -12,7 +13,18 @@ from delta.errors import PolicyError
 from delta.policies import load, names, schema
 from delta.types import Action, Cost, Leftover
 
-SHIPPED = ["delta", "capuchin", "coop", "delta-paper", "dtr", "keep", "optimal-checkpoint", "recompute", "swap"]
+SHIPPED = [
+    "delta",
+    "capuchin",
+    "coop",
+    "delta-paper",
+    "dtr",
+    "keep",
+    "mimose",
+    "optimal-checkpoint",
+    "recompute",
+    "swap",
+]
 
 
 def refused(name_or_path, overrides=None):
@@ -84,6 +96,27 @@ def test_windows_need_scores_that_can_be_summed(score):
     message = refused("coop", {"filter.score": score})
     assert f"filter.choose=window sums the scores of neighbours, and those of filter.score={score}" in message
     assert "set filter.score to coop, or filter.choose to one" in message
+
+
+def test_mimose_cites_its_paper_and_recomputes_only():
+    policy = load("mimose")
+    assert "2209.02478" in policy.source
+    assert set(policy.director.actions) == {Action.KEEP, Action.RECOMPUTE}
+    assert policy.planner.kind == "mimose"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("planner.observe", 0, "greater than or equal to 1"),
+        ("planner.rounding", "4MiB", 'must be a share such as "5%"'),
+        ("planner.buffer", "much", "planner.buffer"),
+        ("director.actions", ["keep", "swap"], "planner.kind=mimose decides what to recompute"),
+    ],
+)
+def test_what_mimose_cannot_do_with_is_refused(key, value, said):
+    with pytest.raises(PolicyError, match=re.escape(said)):
+        load("mimose", {key: value})
 
 
 @pytest.mark.parametrize("cost", ["own", "ancestors", "classes", "neighbourhood"])

@@ -22,6 +22,8 @@ REPORT = Report(
     recompute_ns=1_300_000,
     stall_ns=2000,
     overhead_ns=5,
+    plans={"made": 2, "found": 1},
+    longest_plan_ns={"made": 1_700_000, "found": 120_000},
     evictions={"swap": 4, "recompute": 1},
     warnings=("the budget cannot be held",),
 )
@@ -40,6 +42,7 @@ def test_text_is_a_table_with_units_and_a_legend() -> None:
         "  saved by encoding   0 B",
         "  stalled             2 µs",
         "  overhead            5 ns",
+        "  plans               3 (found 1, made 2), found in 120 µs at most, made in 1.7 ms at most",
         "  evictions           5 (recompute 1, swap 4)",
         "  OOM rescues         0",
         "  warning: the budget cannot be held",

@@ -362,7 +362,7 @@ POLICIES = [
     *(load("dtr", overrides={"filter.cost": cost}) for cost in ("own", "ancestors", "classes", "neighbourhood")),
     *(
         load(name, overrides={"filter.min_bytes": 0})
-        for name in ("delta", "delta-paper", "recompute", "swap", "optimal-checkpoint", "capuchin")
+        for name in ("delta", "delta-paper", "mimose", "recompute", "swap", "optimal-checkpoint", "capuchin")
     ),
     load("delta", overrides={"filter.min_bytes": 0, "planner.kind": "none"}),
     *(load("delta", overrides={"filter.min_bytes": 0, "director.actions": ["keep", "encode", *more]}) for more in MORE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from delta.planner.capuchin import capuchin, sooner
 from delta.planner.greedy import plan_step
 from delta.planner.optimal_checkpoint import optimal_checkpoint
+from delta.planner.responsive import respond
 from delta.planner.steplog import Plan
 from delta.planner.task import Feedback, Planner, Task
 
@@ -18,5 +19,10 @@ def profile(task: Task) -> Plan:
     return plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
 
 
-PLANNERS: dict[str, Planner] = {"profile": profile, "optimal-checkpoint": optimal_checkpoint, "capuchin": capuchin}
+PLANNERS: dict[str, Planner] = {
+    "profile": profile,
+    "mimose": respond,
+    "optimal-checkpoint": optimal_checkpoint,
+    "capuchin": capuchin,
+}
 FEEDBACK: dict[str, Feedback] = {"capuchin": sooner}

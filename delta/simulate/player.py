@@ -23,6 +23,7 @@ from delta.types import (
     Hold,
     Instruction,
     Kind,
+    Look,
     OpInfo,
     Preserve,
     Release,
@@ -189,8 +190,8 @@ class Player:
             self._do(self.engine.overwritten(old, new, clone is not None, self._now))
 
     def _save(self, record: int) -> None:
-        signature = self.engine.ledger[record].nbytes
-        self._do(self.engine.saved(record, signature, self._now))
+        nbytes = self.engine.ledger[record].nbytes  # a trace knows no shapes: bytes are all there is of a size
+        self._do(self.engine.saved(record, nbytes, self._now, Look(sizes=(nbytes,))))
 
     def _need(self, record: int) -> None:
         """Backward has the value from here to its last read, whatever Delta does with its own reference."""

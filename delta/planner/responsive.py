@@ -1,0 +1,186 @@
+"""The responsive scheduler of Mimose (arXiv:2209.02478): what to drop, fast enough to be asked before each forward.
+
+As its authors' code has it: candidates are put into buckets of about equal bytes (within 10 %); in a bucket the earlier
+ones go first, since they come back last, when backward has given back most of the rest; if one candidate alone covers
+what is still over, the smallest such goes. Otherwise one of the largest goes, so that few have to be made again.
+
+Mimose checkpoints modules, so its chains end where a module does. Here single storages go, and a chain of dropped
+ones would grow to the whole step. So what one chain brings back together is limited: to an eighth of the budget at
+first, and to more where that does not suffice. And Mimose does not model when the peak is: here the forecast does, a
+few times, and what it finds over the limit is taken off too.
+
+Bounds: no optimality, times are not looked at. Deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from delta.planner.assemble import assemble
+from delta.planner.forecast import forecast
+from delta.planner.steplog import Plan, StepGraph
+from delta.planner.task import Task
+from delta.types import Action
+
+SAME = 0.9  # what has this share of the largest one's bytes is in its bucket
+CHAIN = 8  # at first, what one chain brings back is at most the limit divided by this
+ROUNDS = 6  # forecasts before a plan is taken as it is
+
+
+def respond(task: Task) -> Plan:
+    """Drop storages until the step of the task fits, or nothing more can be dropped."""
+    scheduler = _Scheduler(task)
+    graph = task.graph
+    if task.everything:
+        scheduler.drop(sum(graph.nodes[graph.saved[v]].nbytes for v in graph.held_over) - task.limit_bytes)
+        return assemble(task, scheduler.actions)
+    for _ in range(ROUNDS):
+        over_bytes = forecast(graph, scheduler.actions, task.link).peak_bytes - task.limit_bytes
+        if over_bytes <= 0 or not scheduler.drop(over_bytes):
+            break
+    return assemble(task, scheduler.actions)
+
+
+class _Scheduler:
+    def __init__(self, task: Task) -> None:
+        self.graph = task.graph
+        self.actions = [Action.KEEP] * len(self.graph.saved)
+        self._bytes = [self.graph.nodes[node].nbytes for node in self.graph.saved]
+        self._chains = _Chains(task.graph)
+        self._limit = task.limit_bytes
+        self._cap = max(1, task.limit_bytes // CHAIN)
+        self._buckets = self._into_buckets(self._candidates(task))
+        self._refused: list[int] = []  # their chain would be too long under the cap there is
+
+    def _candidates(self, task: Task) -> list[int]:
+        if Action.RECOMPUTE not in task.allowed:
+            return []
+        graph = self.graph
+        return [
+            v
+            for v in (graph.held_over if task.everything else range(len(graph.saved)))
+            if graph.nodes[graph.saved[v]].evictable
+            and task.forced.get(v, Action.RECOMPUTE) is Action.RECOMPUTE
+            and self._chains.can_make(graph.saved[v])
+        ]
+
+    def _into_buckets(self, candidates: Iterable[int]) -> list[_Bucket]:
+        """The smallest ones first."""
+        buckets: list[_Bucket] = []
+        for v in sorted(candidates, key=lambda v: (-self._bytes[v], v)):
+            if not buckets or self._bytes[v] < SAME * buckets[-1].most_bytes:
+                buckets.append(_Bucket(self._bytes[v], []))
+            buckets[-1].orders.append(v)
+        for bucket in buckets:
+            bucket.orders.sort()
+        return buckets[::-1]
+
+    def drop(self, over_bytes: int) -> bool:
+        """Drop that many more bytes, as far as possible. Whether anything was dropped."""
+        dropped = False
+        while over_bytes > 0:
+            v = self._pick(over_bytes)
+            if v is None:
+                if not self._refused or self._cap >= self._limit:
+                    break
+                self._cap *= 2
+                self._buckets, self._refused = self._into_buckets(self._refused), []
+            elif self._chains.drop(self.graph.saved[v], self._cap):
+                self.actions[v] = Action.RECOMPUTE
+                over_bytes -= self._bytes[v]
+                dropped = True
+            else:
+                self._refused.append(v)
+        return dropped
+
+    def _pick(self, over_bytes: int) -> int | None:
+        """Take out the smallest candidate that covers it alone, else the earliest of the largest."""
+        for bucket in self._buckets:
+            if bucket.most_bytes >= over_bytes:
+                for place, v in enumerate(bucket.orders):
+                    if self._bytes[v] >= over_bytes:
+                        return self._take(bucket, place)
+        return self._take(self._buckets[-1], 0) if self._buckets else None
+
+    def _take(self, bucket: _Bucket, place: int) -> int:
+        v = bucket.orders.pop(place)
+        if not bucket.orders:
+            self._buckets.remove(bucket)
+        return v
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Candidates of about equal bytes, the earliest first; none has more than `most_bytes`."""
+
+    most_bytes: int
+    orders: list[int]
+
+
+class _Chains:
+    """What would be replayed together, as union-find classes over the storages that are missing in backward."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self._missing: dict[int, int] = {}  # node -> parent in its class
+        self._bytes: dict[int, int] = {}  # of each class, by its root
+        self._readers: list[list[int]] = [[] for _ in graph.nodes]
+        self._makes = [node.rooted or node.order >= 0 for node in graph.nodes]  # can be had, if what is saved is kept
+        for number, op in enumerate(graph.ops):
+            for node in op.inputs:
+                self._readers[node].append(number)
+            can = op.replayable and all(self._makes[node] for node in op.inputs)
+            for node in op.outputs:
+                self._makes[node] = self._makes[node] or can
+
+    def can_make(self, node: int) -> bool:
+        op = self.graph.nodes[node].op
+        return (
+            op is not None and self.graph.ops[op].replayable and all(map(self._makes.__getitem__, self._inputs(node)))
+        )
+
+    def drop(self, node: int, cap_bytes: int) -> bool:
+        """Count a saved storage as missing. False, and nothing done, if its class would have more bytes than that; one
+        that is alone may."""
+        new = self._newly_missing(node)
+        around = {self._root(other) for fresh in new for other in self._neighbours(fresh) if other in self._missing}
+        nbytes = sum(self.graph.nodes[fresh].nbytes for fresh in new) + sum(self._bytes[r] for r in around)
+        if nbytes > cap_bytes and (around or nbytes > self.graph.nodes[node].nbytes):
+            return False
+        for root in around:
+            self._missing[root] = node
+            del self._bytes[root]
+        self._missing.update(dict.fromkeys(new, node))
+        self._bytes[node] = nbytes
+        return True
+
+    def _newly_missing(self, node: int) -> list[int]:
+        """The storage, and those nobody has saved that making it again would make for the first time."""
+        new: dict[int, None] = {}
+        todo = [node]
+        while todo:
+            current = todo.pop()
+            if current in new:
+                continue
+            new[current] = None
+            for source in self._inputs(current):
+                fact = self.graph.nodes[source]
+                if fact.order < 0 and not fact.rooted and source not in self._missing:
+                    todo.append(source)
+        return list(new)
+
+    def _neighbours(self, node: int) -> Iterable[int]:
+        yield from self._inputs(node)
+        for op in self._readers[node]:
+            yield from self.graph.ops[op].outputs
+
+    def _inputs(self, node: int) -> tuple[int, ...]:
+        op = self.graph.nodes[node].op
+        return self.graph.ops[op].inputs if op is not None else ()
+
+    def _root(self, node: int) -> int:
+        while self._missing[node] != node:
+            self._missing[node] = self._missing[self._missing[node]]
+            node = self._missing[node]
+        return node

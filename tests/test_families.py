@@ -1,0 +1,187 @@
+"""Steps of one program at several sizes, without tensors. Step (b, t): f makes 10·b·t bytes, g 4·b·t², h 6·b·t."""
+
+import pytest
+from builders import an_op
+
+from delta.config import PlannerConfig
+from delta.families import FamilyLearner
+from delta.planner import PLANNERS, StepGraph, Task
+from delta.planner.family import round_up
+from delta.types import Action, Kind, Link, Look, Mode
+from delta.units import Share
+
+OBSERVE, IDLE, PLANNED = Mode.OBSERVE, Mode.IDLE, Mode.PLANNED
+OPTIONS = PlannerConfig(kind="mimose", buffer=0)
+ACTIONS = (Action.KEEP, Action.RECOMPUTE)
+
+
+class Run:
+    """A learner under a limit in bytes, or a share, that notes the graphs it asks plans for."""
+
+    def __init__(self, limit=1000, share=None, options=OPTIONS):
+        self.asked: list[tuple[StepGraph, int]] = []
+        self.limit = (lambda peak: int(share * peak)) if share else (lambda peak: limit)
+        self.learner = FamilyLearner(0, self._plan, limit=self.limit, options=options)
+
+    def _plan(self, graph, limit_bytes, forced):
+        self.asked.append((graph, limit_bytes))
+        return PLANNERS["mimose"](Task(graph, limit_bytes, Link(1e9, 1e9), ACTIONS, forced, False, OPTIONS))
+
+    def step(self, b, t, *, more=0, names="fgh", between=0, recorded=True, peak=0):
+        """Returns the mode after each save. `more` bytes in g, other ops by other names, ops before the step."""
+        learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
+        learner.recorded = recorded
+        for k in range(between):
+            learner.op(
+                an_op(k, [900 + k], [950 + k]),
+                {900 + k: 5, 950 + k: 5},
+                dict.fromkeys((950 + k,), Kind.ACTIVATION) | {900 + k: Kind.SOURCE},
+            )
+        modes = []
+        for i, (name, nbytes) in enumerate(zip(names, sizes, strict=True)):
+            look = Look(hash(name), (b, t) if i == 0 else (b, t, 3))
+            learner.packed(hash((name, b, t)), 10 * i, look)
+            read = i - 1 if i else 99
+            op = an_op(100 + i, [read], [i], name=f"aten.{name}", cost_ns=b * t)
+            learner.op(
+                op,
+                {read: ([1, *sizes])[i], i: nbytes},
+                {read: Kind.ACTIVATION if i else Kind.SOURCE, i: Kind.ACTIVATION},
+            )
+            learner.saved(i, nbytes, Kind.ACTIVATION, 10 * i)
+            modes.append(learner.mode)
+        for i in (2, 1, 0):
+            learner.needed(i, 100 - i)
+            learner.released(i)
+        learner.end(200, peak, sum(sizes), self.limit, True, {})
+        return modes
+
+    def warm(self):
+        return [self.step(b, t)[-1] for b, t in ((4, 10), (4, 14), (2, 12))]
+
+
+@pytest.fixture
+def run():
+    return Run()
+
+
+def bytes_of(graph):
+    return [graph.nodes[node].nbytes for node in graph.saved]
+
+
+def test_an_unseen_size_is_planned_before_it_runs(run):
+    assert run.warm() == [OBSERVE] * 3
+    assert run.step(3, 16) == [PLANNED] * 3
+    graph, limit = run.asked[-1]
+    assert bytes_of(graph) == [480, 4 * 3 * 256, 288]
+    assert limit == 1000
+    assert [op.cost_ns for op in graph.ops] == [48] * 3
+
+
+def test_an_observed_size_needs_no_warm_up(run):
+    run.step(4, 10)
+    assert run.step(4, 10) == [PLANNED] * 3
+    assert run.step(4, 11) == [OBSERVE] * 3
+
+
+def test_a_size_that_fits_is_idle():
+    run = Run(limit=100_000)
+    run.warm()
+    assert run.step(3, 16) == [IDLE] * 3
+    assert run.asked == []
+
+
+def test_sizes_that_round_up_to_the_same_share_a_plan(run):
+    run.warm()
+    assert run.step(4, 65) == run.step(4, 66) == [PLANNED] * 3
+    assert len(run.asked) == 1
+    assert bytes_of(run.asked[0][0])[0] == 10 * 4 * 66
+    run.step(4, 67)
+    assert len(run.asked) == 2
+
+
+def test_under_a_share_a_plan_is_not_for_a_smaller_limit():
+    """Length 64 of a plan for 80: its limit, a share of its own peak, is far lower than that of 80."""
+    run = Run(share=0.5, options=PlannerConfig(kind="mimose", buffer=0, rounding="25%"))
+    run.warm()
+    run.step(4, 80)
+    run.step(4, 79)
+    assert [bytes_of(graph)[0] for graph, _ in run.asked] == [3200, 3200]
+    sizes = [10 * 4 * 79, 4 * 4 * 79 * 79, 6 * 4 * 79]
+    assert run.asked[1][1] == sum(sizes) // 2, "of the step's own peak, not of the rounded one's"
+
+
+def test_more_bytes_than_predicted_end_the_plan_there_and_are_learned(run):
+    run.warm()
+    assert run.step(3, 16, more=1) == [PLANNED, OBSERVE, OBSERVE]
+    assert run.step(3, 16, more=1) == [PLANNED] * 3
+
+
+def test_fewer_bytes_than_predicted_are_no_harm_and_are_learned(run):
+    run.warm()
+    assert run.step(3, 16, more=-500) == [PLANNED] * 3
+    assert (3, 16) in run.learner.families[0].sizes
+
+
+def test_what_was_foreseen_is_not_learned_again(run):
+    run.warm()
+    run.step(3, 16)
+    assert (3, 16) not in run.learner.families[0].sizes
+
+
+def test_another_structure_is_another_family(run):
+    run.warm()
+    assert run.step(3, 16, names="fgx") == [PLANNED, PLANNED, OBSERVE]
+    assert len(run.learner.families) == 2
+    assert run.step(3, 16, names="xyz") == [OBSERVE] * 3
+    assert run.step(5, 20) == [PLANNED] * 3
+
+
+def test_ops_between_two_steps_make_no_other_family(run):
+    run.step(4, 10)
+    run.step(4, 14, between=2)
+    run.step(2, 12, between=1)
+    assert len(run.learner.families) == 1
+    assert run.step(3, 16) == [PLANNED] * 3
+
+
+def test_a_step_that_was_not_recorded_teaches_nothing(run):
+    run.step(4, 10, recorded=False)
+    assert run.learner.families == []
+
+
+def test_a_new_batch_is_planned_for_the_most_it_may_take(run):
+    for t in (10, 14, 12):
+        run.step(4, t)
+    assert run.step(5, 16)[0] is PLANNED
+    assert bytes_of(run.asked[-1][0])[0] == 10 * 4 * 16 * 25 / 16
+    assert run.step(6, 16) == [PLANNED] * 3
+    assert bytes_of(run.asked[-1][0])[0] == 10 * 6 * 16, "by now the batch has varied"
+
+
+def test_the_room_for_the_next_save_is_known_while_observing(run):
+    run.step(4, 10)
+    run.learner.packed(0, 0, Look(hash("f"), (4, 20)))
+    assert run.learner.mode is OBSERVE
+    run.learner.saved(0, 800, Kind.ACTIVATION, 0)
+    assert run.learner.next_bytes == 4 * 4 * 10 * 10 * 4
+
+
+def test_a_missed_limit_makes_plans_tighter(run):
+    run.warm()
+    run.step(3, 16, peak=1100)
+    run.step(3, 16)
+    assert run.asked[-1][1] == int(1000 * 1000 / 1100)
+
+
+@pytest.mark.parametrize(
+    ("size", "up"), [(1, 1), (33, 33), (39, 39), (40, 40), (41, 42), (79, 80), (81, 84), (1000, 1024)]
+)
+def test_rounding(size, up):
+    assert round_up(size, Share(0.05)) == up
+
+
+def test_rounding_never_shrinks_and_is_bounded():
+    for size in range(1, 3000):
+        assert size <= round_up(size, Share(0.05)) <= 1.05 * size + 1e-9 or round_up(size, Share(0.05)) == size
+        assert round_up(size, Share(0.05)) <= round_up(size + 1, Share(0.05))
