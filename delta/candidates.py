@@ -69,6 +69,10 @@ class Candidates:
             and rec.nbytes >= self._least_bytes
         )
 
+    def allows(self, action: Action) -> bool:
+        """Whether the policy has the action at all."""
+        return action in self._policy.director.actions
+
     def first(self, now_ns: int, room_bytes: float, short: bool) -> Going | None:
         """What goes next, encoded only if there is room for the encoded form. Where it is `short` of room and nothing
         else can go, without that: being over the limit for a moment is better than staying there."""

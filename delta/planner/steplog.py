@@ -123,6 +123,7 @@ class Plan:
     swap_bytes: int
     evictions: Mapping[int, tuple[tuple[int, Action], ...]] = field(default_factory=dict)  # after a need was served
     moves: Mapping[int, Moves] = field(default_factory=dict)  # by turn: a step rehearsed from end to end
+    stall_ns: int = 0  # time a rehearsed step stands still for copies
 
     @property
     def rehearsed(self) -> bool:
