@@ -215,7 +215,7 @@ def test_neither_name_nor_path(given):
         ("name: x\nfilter:\n", ": filter=None: must be a section with the keys score, cost, choose, min_bytes."),
         ("name: x\nfiltr: {}\n", ": filtr={}: unknown key. Did you mean 'filter'? Allowed: name, summary, source, "),
         ("name: x\nfilter: {scor: 1}\n", ": filter.scor=1: unknown key. Did you mean 'score'? Allowed: score, cost, c"),
-        ("name: x\nfilter: {score: foo}\n", ": filter.score='foo': input should be 'delta', 'delta-paper', "),
+        ("name: x\nfilter: {score: foo}\n", ": filter.score: no score 'foo' is registered. Give one of delta, delta-paper, "),
         ("name: x\nfilter: {cost: dear}\n", ": filter.cost='dear': input should be 'action', 'own', 'ancestors', "),
         ("name: x\nreplay: {sources: keep}\n", ": replay.sources='keep': input should be 'hold' or 'drop'"),
         ("name: x\nreplay: {result: hold}\n", ": replay.result='hold': unknown key. Did you mean 'results'?"),
