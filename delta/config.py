@@ -28,7 +28,7 @@ from delta.types import Action, Cost, Leftover
 from delta.units import Bytes, Share, parse_bytes, parse_size
 
 ScoreName = Literal["delta", "delta-paper", "dtr", "msps", "size-staleness", "lru", "size"]
-PlannerName = Literal["profile", "none"]
+PlannerName = Literal["profile", "monet", "none"]
 
 _SIZE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
 _SIZE_OR_SHARE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*(([kKmMgGtT][iI]?)?[bB]?|%)\s*$"
@@ -116,7 +116,22 @@ class PlannerConfig(_Model):
     """What happens once a step has been seen from start to end."""
 
     kind: PlannerName = Field(
-        default="profile", description="profile: plan the next step from the last one; none: decide online always"
+        default="profile",
+        description="plan the next step from the last one, greedily (profile) or as an integer program (monet); "
+        "none: decide online always",
+    )
+    time_limit_s: float = Field(
+        default=20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that kind monet may search for a plan; other kinds ignore it",
+    )
+    gap: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="kind monet searches until its plan costs at most this share more than the best; other kinds "
+        "ignore it",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from delta.planner.foresight import foresee
 from delta.planner.greedy import plan_step
+from delta.planner.monet import monet
 from delta.planner.steplog import Plan
 from delta.planner.task import Planner, Task
 
@@ -15,4 +16,4 @@ def profile(task: Task) -> Plan:
     return plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
 
 
-PLANNERS: dict[str, Planner] = {"profile": profile}
+PLANNERS: dict[str, Planner] = {"profile": profile, "monet": monet}
