@@ -23,6 +23,7 @@ once, when it is asked for, which leaves a binary or two for each storage.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from delta.planner.forecast import EARLY
@@ -111,7 +112,8 @@ class Cover:
         """Replays follow from drops."""
         graph, program = self._graph, self._program
         for j in reversed(range(len(graph.ops))):
-            dropped = [self._drop[v] for v in self._saved_by(j) if v in self._drop]
+            saved = [v for v in self._saved_by(j) if graph.first_need[v] < len(graph.needs)]
+            dropped = [self._drop[v] for v in saved if v in self._drop]
             if dropped and j not in self._replay:
                 self._replay[j] = program.variable(graph.ops[j].cost_ns / self._unit_ns)
             for variable in dropped:
@@ -154,10 +156,9 @@ class Cover:
                 terms = [(self._swap[v], -link.in_ns(self._sizes[v]) / self._unit_ns) for v in copies]
                 program.at_least(-room_ns / self._unit_ns, [*terms, (self._late, 1)])
 
-    def _leaving(self, saves: int, now_ns: int) -> list[Term]:
-        """A variable for the bytes that the link has not taken out by `now_ns`, of what was saved before `saves`."""
+    def _leaving(self, copies: Sequence[int], now_ns: int) -> list[Term]:
+        """A variable for the bytes of `copies` that the link has not taken out by `now_ns`."""
         graph, program = self._graph, self._program
-        copies = [v for v in self._swap if v < saves]
         if not copies:
             return []
         bytes_per_ns = self._task.link.out_bytes_per_s / 1e9
@@ -182,17 +183,17 @@ class Cover:
 
     def _bound_save(self, k: int, margin: int) -> None:
         graph = self._graph
-        terms: list[Term] = []
-        for v in range(k + 1):
-            if graph.floats_to[v] < k:
-                terms += self._away(v)
-        terms += self._leaving(k + 1, graph.save_ns[k])
-        self._keep_under(self._task.limit_bytes - margin - sum(self._sizes[: k + 1]), terms)
+        free = [v for v in range(k + 1) if graph.floats_to[v] < k]  # the program itself does not use them any more
+        terms = [term for v in free for term in self._away(v)]
+        terms += self._leaving([v for v in free if v in self._swap], graph.save_ns[k])
+        beside = graph.beside_saves[k] if graph.beside_saves else 0
+        self._keep_under(self._task.limit_bytes - margin - beside - sum(self._sizes[: k + 1]), terms)
 
     def _bound_need(self, p: int, margin: int) -> None:
         graph = self._graph
         back = _Back(self, p)
-        there, terms = 0, self._leaving(len(self._sizes), graph.need_ns[p])
+        there = graph.beside_needs[p] if graph.beside_needs else 0
+        terms = self._leaving(list(self._swap), graph.need_ns[p])
         for v, nbytes in enumerate(self._sizes):
             if graph.release[v] <= p:
                 continue

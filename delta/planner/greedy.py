@@ -114,7 +114,8 @@ class _Greedy:
         options = []
         for v, action in enumerate(self.actions):
             node = graph.nodes[graph.saved[v]]
-            if action is not Action.KEEP or not node.evictable or graph.first_need[v] <= worst or not resident(v):
+            stuck = not node.evictable or not node.nbytes
+            if action is not Action.KEEP or stuck or graph.first_need[v] <= worst or not resident(v):
                 continue
             best = min(self._ways(v, node.nbytes), key=lambda option: option.cost_ns, default=None)
             if best is not None:

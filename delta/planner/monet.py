@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from delta.planner.assemble import assemble
+from delta.planner.backward import BackwardOnly
 from delta.planner.cover import Cover, Rows
 from delta.planner.forecast import Forecast, copies_out, forecast
 from delta.planner.greedy import plan_step
@@ -27,6 +28,9 @@ APART = 4  # ... with at least that many needs between two of them
 
 def monet(task: Task) -> Plan:
     """The cheapest plan found whose forecast fits, or the one that is least over the limit."""
+    if task.everything:
+        reduced = BackwardOnly(task)
+        return assemble(task, reduced.whole_step(monet(reduced.task).actions))
     return min(_plans(task), key=lambda plan: _rank(task, forecast(task.graph, plan.actions, task.link)))
 
 
@@ -92,4 +96,5 @@ def _settled_bytes(task: Task, actions: Sequence[Action], found: Forecast, p: in
     sizes = [graph.nodes[node].nbytes for node in graph.saved]
     there = sum(sizes[v] for v, back in enumerate(found.back_at) if 0 <= back <= p < graph.release[v])
     leaving = copies_out(graph, actions, task.link)
-    return there + sum(sizes[v] for v, done_ns in leaving.items() if bisect_right(graph.need_ns, done_ns) > p)
+    beside = graph.beside_needs[p] if graph.beside_needs else 0
+    return there + beside + sum(sizes[v] for v, done_ns in leaving.items() if bisect_right(graph.need_ns, done_ns) > p)

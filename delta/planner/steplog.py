@@ -63,6 +63,8 @@ class StepGraph:
     end_ns: int
     forward_needs: int = 0  # needs before backward began; 0 where backward alone needs
     needs_before: tuple[int, ...] = ()  # by save order: needs before it was made
+    beside_saves: tuple[int, ...] = ()  # bytes of what is no saved storage, by save order, where they count
+    beside_needs: tuple[int, ...] = ()  # ... by need
 
     @property
     def next_needs(self) -> tuple[tuple[int, ...], ...]:
