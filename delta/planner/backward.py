@@ -7,7 +7,7 @@ nobody needs any more but has not been freed yet goes after its last need, since
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -24,6 +24,7 @@ class BackwardOnly:
         self._whole, self._graph, self._needs = whole, whole.graph, whole.graph.next_needs
         graph, began = whole.graph, whole.graph.forward_needs
         crossing = [v for v, before in enumerate(graph.needs_before) if before <= began < graph.release[v]]
+        self._ends = [*sorted(set(graph.needs_before)), len(graph.needs) + 1]  # needs served when an op has ended
         self._orders = {v: index for index, v in enumerate(crossing)}
         self._idle = {v for v in range(len(graph.saved)) if v not in self._orders and self._idles(v)}
         forced = {self._orders[v]: action for v, action in whole.forced.items() if v in self._orders}
@@ -62,8 +63,10 @@ class BackwardOnly:
         """The need after which an op makes it: its inputs are there still."""
         return max(0, self._graph.needs_before[v] - 1)
 
-    def _last_need(self, v: int) -> int:
-        return max((self._made(v), *self._needs[v][-1:]))
+    def _last_use(self, v: int) -> int:
+        """The needs that have been served when the op that reads it last has ended."""
+        last = max((self._made(v), *self._needs[v][-1:]))
+        return self._ends[bisect_right(self._ends, last)]
 
     def _idles(self, v: int) -> bool:
         """Whether it stays after its last need, and may go."""
@@ -73,14 +76,14 @@ class BackwardOnly:
             return False
         if not node.evictable or node.op is None or not graph.ops[node.op].replayable:
             return False
-        return self._last_need(v) + 1 < graph.release[v]
+        return self._last_use(v) < graph.release[v]
 
     def _alive_bytes(self) -> list[int]:
         """By need: bytes of all storages that are not crossing."""
         graph, count = self._graph, len(self._graph.needs)
         change = [0] * (count + 1)
         for v, number in enumerate(graph.saved):
-            made, gone = self._made(v), self._last_need(v) + 1 if v in self._idle else graph.release[v]
+            made, gone = self._made(v), self._last_use(v) if v in self._idle else graph.release[v]
             if v not in self._orders and made < gone:
                 change[made] += graph.nodes[number].nbytes
                 change[gone] -= graph.nodes[number].nbytes
