@@ -222,7 +222,7 @@ class Policy(_Model):
         if self.planner.kind == "profile" and set(actions) == {Action.KEEP}:
             raise ValueError(
                 "planner.kind=profile has nothing to plan while director.actions holds only keep: "
-                "set planner.kind to none, or add swap or recompute to director.actions"
+                "set planner.kind to none, or add swap, recompute or encode to director.actions"
             )
         for number, rule in enumerate(self.rules):
             if rule.action not in {Action.KEEP, *actions}:

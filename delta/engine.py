@@ -29,6 +29,7 @@ from delta.types import (
     Action,
     AwaitOut,
     Drop,
+    Encoding,
     Forget,
     Hold,
     Instruction,
@@ -132,6 +133,16 @@ class Engine:
         self.ledger.time_op(op, cost_ns)
         self.learner.time_op(op, cost_ns)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it is of use to tell which records have an encoded form."""
+        return self._room.encodes
+
+    def encodable(self, record: int, encoding: Encoding) -> None:
+        """The record, which is about to be saved, can be kept in a smaller form."""
+        if self._room.encodes and encoding.nbytes < self.ledger[record].nbytes:
+            self._room.offer(self.ledger[record], encoding)
+
     def saved(self, record: int, signature: int, now_ns: int) -> list[Instruction]:
         """Autograd saved a tensor on `record`. The record is alive."""
         rec = self.ledger[record]
@@ -141,13 +152,15 @@ class Engine:
             self.learner.recorded = self._recording
         self.learner.packed(signature, now_ns - self._lost_ns)
         first = rec.saved_at < 0
-        self.ledger.save(record, len(self._recall.by_order))
+        alone = self.ledger.save(record, len(self._recall.by_order))
         rec.used_ns = now_ns
         if not first:
-            return self._room.make(0, now_ns)
+            return self._saved_again(rec, alone) + self._room.make(0, now_ns)
         if not self.learner.given_up:
             self._recall.by_order.append(record)
         self.learner.saved(record, rec.nbytes, rec.kind, now_ns - self._lost_ns)
+        if rec.encoding is not None:
+            self.learner.encodable(record, rec.encoding)
         if rec.kind is Kind.PARAMETER:
             return []
         self._largest_bytes = max(self._largest_bytes, rec.nbytes)
@@ -159,6 +172,14 @@ class Engine:
             out += self._room.follow(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
         return out + self._room.make(0 if self._announced else self._largest_bytes, now_ns, guess=True)
+
+    def _saved_again(self, rec: Record, alone: bool) -> list[Instruction]:
+        """A record that was saved before in this step: all its handles may have died, and Delta have let go of it."""
+        if not alone or rec.available or rec.kind is Kind.PARAMETER:
+            return []
+        self.ledger.hold(rec.id)
+        self._room.back(rec)
+        return [Hold(rec.id)]
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""
@@ -182,7 +203,7 @@ class Engine:
         out: list[Instruction] = []
         if rec.host is Host.LEAVING:
             out.append(AwaitOut(record))
-        if rec.users and self.ledger.supports_missing(record) and rec.host is Host.NONE:
+        if rec.users and self.ledger.supports_missing(record) and rec.host is Host.NONE and not rec.encoded_bytes:
             self.ledger.preserve(record)
             out.append(Preserve(record))
         return out
@@ -200,7 +221,7 @@ class Engine:
         out: list[Instruction] = [Hold(new)] if self.ledger[new].held else []
         if preserved:
             return out
-        if rec.held:
+        if rec.held or (rec.encoded_bytes and not self.ledger.needed(old)):
             self.ledger.let_go(old)
             out.append(Release(old))
         self.ledger.gone(old)
@@ -319,6 +340,23 @@ class Engine:
         before, self._position = self._position, self.learner.position
         return range(before, self._position)
 
+    # -- encoded forms --------------------------------------------------------------------------------------------
+    def encoded(self, record: int, nbytes: int) -> None:
+        """The encoded form has been made; the device copy is let go of next."""
+        rec = self.ledger[record]
+        self.ledger.encoded(record, nbytes)
+        self.totals.encoded_bytes += rec.nbytes - nbytes
+
+    def encode_failed(self, record: int, now_ns: int) -> list[Instruction]:
+        """The bytes do not fit the encoded form: the device copy is still the value, and something else has to go."""
+        self.ledger.encode_failed(record)
+        self.learner.not_encodable(record)
+        return self._room.make(self.ledger[record].nbytes, now_ns, guess=True)
+
+    def decode_failed(self, record: int, nbytes: int) -> None:
+        """There was no memory to decode to: the encoded form of `nbytes` is still the value."""
+        self.ledger.decode_failed(record, nbytes)
+
     # -- transfers ------------------------------------------------------------------------------------------------
     def copied_out(self, record: int) -> list[Instruction]:
         """The host copy is whole: the device copy may go."""
@@ -379,12 +417,14 @@ class Engine:
             return []
         if rec.host in (Host.LEAVING, Host.COMING):
             return []
-        out: list[Instruction] = []
-        if rec.held and (self._drops_source(rec) or not self.ledger.needed(record)):
+        lets_go = (rec.held or rec.encoded_bytes > 0) and (self._drops_source(rec) or not self.ledger.needed(record))
+        if lets_go:
             self.ledger.let_go(record)
             self._room.missing(rec)
-            out.append(Release(record))
-        return out + self._bury([record])
+        buried = self._bury([record])
+        if lets_go and record in self.ledger:  # what was only an encoded form is forgotten at once
+            return [Release(record), *buried]
+        return buried
 
     def _drops_source(self, rec: Record) -> bool:
         """Whether a record without handles goes although the recipe of a missing one reads it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
-from delta.types import Action, Kind, Mode, OpInfo
+from delta.types import Action, Encoding, Kind, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
 TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
@@ -153,6 +153,15 @@ class Learner:
         log.needs_before.append(len(log.needs))
         log.nbytes[record] = nbytes
         log.kinds[record] = kind
+
+    def encodable(self, record: int, encoding: Encoding) -> None:
+        """A record just saved can be kept in a smaller form."""
+        if not self.given_up:
+            self.log.encodings[record] = encoding
+
+    def not_encodable(self, record: int) -> None:
+        """It could not after all."""
+        self.log.encodings.pop(record, None)
 
     def loose(self, order: int) -> None:
         """The program holds the storage no longer: only Delta, or nobody, does."""

@@ -1,9 +1,10 @@
 """What lives where: records, their legal state transitions, and the byte totals.
 
 A record is one version of one storage. It is *alive* while the storage exists on the device, *held* while Delta itself
-owns a reference to it, and its host copy is in one of the states of `Host`. A record can be brought back if it is held,
-if its host copy is whole, or if its op can be replayed from records that can be brought back; the ledger refuses every
-transition that would leave a needed record without such a way (promise P4).
+owns a reference to it, and its host copy is in one of the states of `Host`. Instead of being held it may be *encoded*:
+Delta then owns a smaller form of it on the device. A record can be brought back if it is held or encoded, if its host
+copy is whole, or if its op can be replayed from records that can be brought back; the ledger refuses every transition
+that would leave a needed record without such a way (promise P4).
 
 The ledger counts, it does not decide: `engine.py` decides. It knows nothing of tensors, threads or time.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from delta.types import Kind, OpInfo
+from delta.types import Encoding, Kind, OpInfo
 
 
 class LedgerError(AssertionError):
@@ -46,6 +47,9 @@ class Record:
     users: set[int] = field(default_factory=set)
     saved_at: int = -1  # order of its first save in this step; -1: never saved
     used_ns: int = 0  # last access, for staleness
+    encoding: Encoding | None = None  # the smaller form it can be kept in
+    being_encoded: bool = False  # that form has been asked for; held until it is there
+    encoded_bytes: int = 0  # of that form while it exists; never while the record is held
 
     @property
     def counted(self) -> bool:
@@ -53,9 +57,14 @@ class Record:
         return self.alive and self.kind is not Kind.PARAMETER and (self.handles > 0 or self.held)
 
     @property
+    def resident_bytes(self) -> int:
+        """What it adds to the resident activations: its device copy, and its encoded form."""
+        return (self.nbytes if self.counted else 0) + self.encoded_bytes
+
+    @property
     def available(self) -> bool:
         """Whether Delta can have its bytes without replaying anything."""
-        return self.held or self.host is not Host.NONE
+        return self.held or self.encoded_bytes > 0 or self.host is not Host.NONE
 
     @property
     def is_root(self) -> bool:
@@ -179,12 +188,13 @@ class Ledger:
             rec.held = True
             rec.alive = True
         self.held[record] = None
+        self._discard_encoded(rec)
         self._look_for_dead_end(rec)
 
     def let_go(self, record: int) -> None:
-        """Delta gives up its reference; the storage stays alive while somebody else uses it."""
+        """Delta gives up its reference, or the encoded form; the storage stays alive while somebody else uses it."""
         rec = self.records[record]
-        if not rec.held:
+        if not rec.held and not rec.encoded_bytes:
             raise LedgerError(f"record {record} is not held")
         if rec.host is Host.LEAVING:
             raise LedgerError(f"record {record} is being copied out: its device copy must stay")
@@ -192,9 +202,10 @@ class Ledger:
             raise LedgerError(f"record {record} is in use")
         if rec.host is Host.NONE and not self.recoverable(record) and self.needed(record):
             raise LedgerError(f"letting go of record {record} would lose its value")
+        self._discard_encoded(rec)
         with self._recount(rec):
-            rec.held = False
-        del self.held[record]
+            rec.held = rec.being_encoded = False
+        self.held.pop(record, None)
         self._look_for_dead_end(rec)
 
     def gone(self, record: int) -> None:
@@ -212,6 +223,50 @@ class Ledger:
         rec.pins -= 1
         if rec.held and not rec.pins:
             self.held[record] = self.held.pop(record)
+
+    # -- the encoded form -----------------------------------------------------------------------------------------
+    def encode(self, record: int) -> None:
+        """The encoded form is to be made: `encoded` tells when it is there, or `encode_failed`."""
+        rec = self.records[record]
+        if rec.encoding is None:
+            raise LedgerError(f"record {record} has no encoded form")
+        if not rec.held or rec.pins or rec.host is not Host.NONE:
+            raise LedgerError(f"record {record} has to be held, not in use and without a host copy to be encoded")
+        rec.being_encoded = True
+
+    def encoded(self, record: int, nbytes: int) -> None:
+        """The encoded form has been made, and takes no more than was said: Delta's reference is given up."""
+        rec = self.records[record]
+        if not rec.being_encoded or rec.encoding is None:
+            raise LedgerError(f"record {record} is not being encoded")
+        if not 0 < nbytes <= rec.encoding.nbytes:
+            raise LedgerError(f"record {record} takes {nbytes} bytes encoded, {rec.encoding.nbytes} were expected")
+        with self._recount(rec):
+            rec.encoded_bytes = nbytes
+        with self._recount(rec):
+            rec.held = rec.being_encoded = False
+        del self.held[record]
+
+    def encode_failed(self, record: int) -> None:
+        """The bytes do not fit into the encoded form: Delta still has its reference, and will not try again."""
+        rec = self.records[record]
+        if not rec.being_encoded:
+            raise LedgerError(f"record {record} is not being encoded")
+        rec.encoding, rec.being_encoded = None, False
+
+    def decode_failed(self, record: int, nbytes: int) -> None:
+        """Decoding came to nothing: its destination is gone, pinned or not; the encoded form is as whole as before."""
+        rec = self.records[record]
+        if not rec.held:
+            raise LedgerError(f"record {record} is not held")
+        with self._recount(rec, peak=False):
+            rec.held = rec.alive = False
+            rec.encoded_bytes = nbytes
+        del self.held[record]
+
+    def _discard_encoded(self, rec: Record) -> None:
+        with self._recount(rec):
+            rec.encoded_bytes = 0
 
     # -- the host copy --------------------------------------------------------------------------------------------
     def set_host(self, record: int, state: Host) -> None:
@@ -354,9 +409,10 @@ class Ledger:
             rec = self.records.get(todo.pop())
             if rec is None or rec.handles or rec.users or rec.pins or rec.host in (Host.LEAVING, Host.COMING):
                 continue
-            if rec.held:
+            if rec.held or (rec.alive and rec.encoded_bytes):
                 idle[rec.id] = None
             elif not rec.alive:
+                self._discard_encoded(rec)
                 del self.records[rec.id]
                 self.dead_ends.discard(rec.id)
                 forgotten.append(rec.id)
@@ -399,7 +455,7 @@ class Ledger:
         """Derive every total and link again and compare; `LedgerError` names the first difference."""
         records = self.records.values()
         totals = {
-            "resident_bytes": sum(r.nbytes for r in records if r.counted),
+            "resident_bytes": sum(r.resident_bytes for r in records),
             "unevicted_bytes": sum(r.nbytes for r in records if r.handles and r.kind is not Kind.PARAMETER),
             "leaving_bytes": sum(r.nbytes for r in records if r.host is Host.LEAVING),
             "handles": sum(r.handles for r in records),
@@ -412,6 +468,10 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} is held but not alive")
             if rec.host is Host.LEAVING and not rec.held:
                 raise LedgerError(f"record {rec.id} is being copied out without being held")
+            if rec.being_encoded and not rec.held:
+                raise LedgerError(f"record {rec.id} is being encoded without being held")
+            if rec.encoded_bytes and (rec.held or rec.host is not Host.NONE):
+                raise LedgerError(f"record {rec.id} is encoded, and Delta has its bytes in another place too")
             if any(op not in self.ops or rec.id not in self.ops[op].inputs for op in rec.users):
                 raise LedgerError(f"record {rec.id} lists a user that does not read it")
             if rec.op is not None and (rec.op not in self.ops or rec.id not in self.ops[rec.op].outputs):
@@ -472,18 +532,17 @@ class Ledger:
 class _Recount:
     """Keeps `resident_bytes` and its peak right across one change of a record."""
 
-    __slots__ = ("_before", "_ledger", "_peak", "_record")
+    __slots__ = ("_before_bytes", "_ledger", "_peak", "_record")
 
     def __init__(self, ledger: Ledger, record: Record, peak: bool) -> None:
         self._ledger, self._record, self._peak = ledger, record, peak
 
     def __enter__(self) -> None:
-        self._before = self._record.counted
+        self._before_bytes = self._record.resident_bytes
 
     def __exit__(self, *exc: object) -> None:
-        after = self._record.counted
-        if after is not self._before:
-            ledger = self._ledger
-            ledger.resident_bytes += self._record.nbytes if after else -self._record.nbytes
+        added_bytes = self._record.resident_bytes - self._before_bytes
+        if added_bytes:
+            self._ledger.resident_bytes += added_bytes
             if self._peak:
-                ledger.note_peak()
+                self._ledger.note_peak()

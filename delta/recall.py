@@ -9,7 +9,7 @@ from delta.costs import LinkQueue
 from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
 from delta.room import Room
-from delta.types import Action, Hold, Instruction, Kind, SwapIn
+from delta.types import Action, Decode, Hold, Instruction, Kind, SwapIn
 
 
 class Recall:
@@ -33,6 +33,11 @@ class Recall:
             self._ledger.hold(rec.id)
             self._room.back(rec)
             return [Hold(rec.id)]
+        if rec.encoded_bytes:
+            out = self._room.make(rec.nbytes, now_ns)
+            self._ledger.hold(rec.id)
+            rec.used_ns = now_ns
+            return [*out, Decode(rec.id)]
         if rec.host is Host.WHOLE:
             out = self._room.make(rec.nbytes, now_ns)
             return [*out, self.swap_in(rec, now_ns)]

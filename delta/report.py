@@ -9,7 +9,7 @@ from delta.units import format_bytes, format_ns
 
 _LEGEND = (
     "activations: bytes of unique storages that autograd has saved, parameters and buffers left out;",
-    "unevicted: what they would have been had nothing been evicted; stalled: compute waited for a transfer;",
+    "unevicted: what they would have been had nothing been evicted; stalled: waiting for copies, and encoding;",
     "overhead: time spent in Delta's own hooks and decisions, replays and stalls left out.",
 )
 

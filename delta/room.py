@@ -21,7 +21,7 @@ from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
 from delta.planner import Plan
 from delta.totals import Totals
-from delta.types import Action, AwaitOut, Cost, Drop, Hold, Instruction, Kind, SwapOut
+from delta.types import Action, AwaitOut, Cost, Drop, Encode, Encoding, Hold, Instruction, Kind, SwapOut
 from delta.units import format_bytes
 
 NEVER_NS = 1 << 62  # until the next use of what is not used again
@@ -63,7 +63,9 @@ class Room:
         self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
         self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
         self.host_full = False
+        self.encodes = Action.ENCODE in policy.director.actions
         self.evicted = False  # something was evicted in this step
+        self._encoded_bytes = 0  # of the largest encoded form there may be in this step
         self.shortage: Shortage | None = None  # the worst of this step
 
     @property
@@ -76,8 +78,20 @@ class Room:
         self._chains.clear()
         self._ancestry.clear()
         self.makers.clear()
+        self._encoded_bytes = 0
         self.evicted = False
         self.shortage = None
+
+    def offer(self, rec: Record, encoding: Encoding) -> None:
+        """The record may be kept in this form."""
+        rec.encoding = encoding
+        self._encoded_bytes = max(self._encoded_bytes, encoding.nbytes)
+
+    @property
+    def _spare_bytes(self) -> int:
+        """What is kept free online: an encoded form takes room before its making gives any. A plan counts it."""
+        plan = self._learner.plan
+        return self._encoded_bytes if plan is None or plan.idle else 0
 
     def make_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
         """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all
@@ -112,33 +126,49 @@ class Room:
         if limit is None:
             return []
         over = self._ledger.resident_bytes + extra_bytes - limit
-        if over <= 0:
+        spare = self._spare_bytes
+        if over + spare <= 0:
             return []
-        self._learner.surprise()
+        if over > 0:
+            self._learner.surprise()
         out: list[Instruction] = []
-        awaited, over = self._await_out(over)
+        awaited, over = self._await_out(over + spare)
         out += awaited
         if over > 0:
-            out += self.evict(over, now_ns, extra_bytes, guess)
+            out += self.evict(over, now_ns, extra_bytes, guess, spare)
         return out
 
-    def evict(self, over_bytes: int, now_ns: int, coming_bytes: int = 0, guess: bool = False) -> list[Instruction]:
-        """Let go of `over_bytes`, of which `coming_bytes` are not there yet."""
+    def evict(
+        self, over_bytes: int, now_ns: int, coming_bytes: int = 0, guess: bool = False, spare_bytes: int = 0
+    ) -> list[Instruction]:
+        """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free."""
         out: list[Instruction] = []
         stuck: set[int] = set()  # cannot be replayed after all
-        while over_bytes > 0 and (victim := self._victim(stuck, now_ns)) is not None:
+        room_bytes = coming_bytes + spare_bytes - over_bytes  # free by now, if what was to go has gone
+        while over_bytes > 0:
+            victim = self._victim(stuck, now_ns, room_bytes, over_bytes > spare_bytes)
+            if victim is None:
+                break
             choice, rec = victim
             if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
                 stuck.add(rec.id)
                 continue
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
-            over_bytes -= rec.nbytes
+            over_bytes -= rec.nbytes - choice.stays_bytes
+            room_bytes += rec.nbytes - choice.stays_bytes
         coming_bytes = max(0, coming_bytes)
-        if over_bytes > (coming_bytes if guess else 0):
-            self._short(over_bytes - (coming_bytes if guess else 0), 0 if guess else coming_bytes)
+        lenient_bytes = spare_bytes + (coming_bytes if guess else 0)
+        if over_bytes > lenient_bytes:
+            self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes)
         return out
 
-    def _victim(self, stuck: set[int], now_ns: int) -> tuple[Choice, Record] | None:
+    def _victim(self, stuck: set[int], now_ns: int, room_bytes: int, short: bool) -> tuple[Choice, Record] | None:
+        """What goes next, encoded only if there is room for the encoded form. Where it is `short` of room and nothing
+        else can go, without that: being over the limit for a moment is better than staying there."""
+        found = self._best(stuck, now_ns, room_bytes)
+        return self._best(stuck, now_ns, inf) if found is None and short and self.encodes else found
+
+    def _best(self, stuck: set[int], now_ns: int, room_bytes: float) -> tuple[Choice, Record] | None:
         """The filter's first choice among all that may go; among equals the one used last."""
         best_score, best = inf, None
         for record in self._ledger.held:
@@ -146,13 +176,16 @@ class Room:
             if not self.may_go(rec):
                 continue
             until_use_ns = self._until_use_ns(rec, now_ns)
-            choice = self.director.choose(self._prospect(rec, record not in stuck, until_use_ns, now_ns), self._queue)
+            choice = self.director.choose(
+                self._prospect(rec, record not in stuck, until_use_ns, now_ns, room_bytes), self._queue
+            )
             if choice is None:
                 continue
             cost_ns = choice.cost_ns
             if self._cost is not Cost.ACTION:
                 cost_ns = eviction_cost_ns(self._cost, self._ledger, self._chains, self._ancestry, record)
-            score = self._score(Candidate(record, rec.nbytes, cost_ns, now_ns - rec.used_ns, until_use_ns))
+            freed_bytes = rec.nbytes - choice.stays_bytes
+            score = self._score(Candidate(record, freed_bytes, cost_ns, now_ns - rec.used_ns, until_use_ns))
             if score <= best_score:
                 best_score, best = score, (choice, rec)
         return best
@@ -162,11 +195,14 @@ class Room:
             rec.held
             and not rec.pins
             and rec.kind is Kind.ACTIVATION
+            and not rec.being_encoded
             and rec.host in (Host.NONE, Host.WHOLE)
             and rec.nbytes >= self._least_bytes
         )
 
-    def _prospect(self, rec: Record, replayable: bool, until_use_ns: int | None, now_ns: int) -> Prospect:
+    def _prospect(
+        self, rec: Record, replayable: bool, until_use_ns: int | None, now_ns: int, room_bytes: float
+    ) -> Prospect:
         op_name, module = self.makers.get(rec.id, ("", ""))
         chain_ns = None
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
@@ -183,6 +219,7 @@ class Room:
             now_ns,
             now_ns,
             now_ns + ahead_ns,
+            rec.encoding if rec.encoding is not None and rec.encoding.nbytes <= room_bytes else None,
         )
 
     def _until_use_ns(self, rec: Record, now_ns: int) -> int | None:
@@ -204,6 +241,9 @@ class Room:
             self._ledger.set_host(rec.id, Host.LEAVING)
             self._queue.begin_out(rec.nbytes, now_ns)
             return [SwapOut(rec.id, wait)]
+        if action is Action.ENCODE:
+            self._ledger.encode(rec.id)
+            return [Encode(rec.id)]
         out: list[Instruction] = []
         if action is Action.RECOMPUTE:
             for anchor in self._ledger.anchors(rec.id):
@@ -225,6 +265,8 @@ class Room:
         if action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
             return []
         if action is Action.SWAP and self.host_full:
+            return []
+        if action is Action.ENCODE and (rec.encoding is None or rec.host is not Host.NONE):
             return []
         return self.carry_out(rec, action, now_ns, wait=False)
 
@@ -258,8 +300,9 @@ class Room:
     def _floor_parts(self, coming_bytes: int) -> str:
         parts = {"what the next op makes": coming_bytes}
         parts |= {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}
-        parts |= {"still used by the program": 0, "not evictable under this policy": 0}
+        parts |= {"still used by the program": 0, "not evictable under this policy": 0, "encoded forms": 0}
         for rec in self._ledger.records.values():
+            parts["encoded forms"] += rec.encoded_bytes
             if not rec.counted:
                 continue
             if rec.pins:

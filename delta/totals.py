@@ -17,6 +17,7 @@ class Totals:
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     recomputed_bytes: int = 0
+    encoded_bytes: int = 0  # that encoding saved
     peak_bytes: int = 0
     unevicted_peak_bytes: int = 0
     warnings: list[str] = field(default_factory=list)

@@ -17,6 +17,7 @@ class Action(StrEnum):
     KEEP = "keep"
     SWAP = "swap"
     RECOMPUTE = "recompute"
+    ENCODE = "encode"  # stays on the device in a smaller form that is decoded to the same bits
 
 
 class Cost(StrEnum):
@@ -66,6 +67,20 @@ class OpInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """A smaller form with the same information, which a storage can be kept in: at most `nbytes`, and what it takes to
+    make it and to decode it again."""
+
+    nbytes: int
+    encode_ns: int
+    decode_ns: int
+
+    @property
+    def cost_ns(self) -> int:
+        return self.encode_ns + self.decode_ns
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """Measured speed of the way to the host tier, each direction on its own.
 
@@ -86,7 +101,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Take a reference of Delta's own to the storage."""
+    """Take a reference of Delta's own to the storage; an encoded form of it goes."""
 
     record: int
 
@@ -123,7 +138,21 @@ class AwaitOut:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of the device copy: nothing needs it on the device any more."""
+    """Let go of the device copy, or of its encoded form: nothing needs it on the device any more."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Make the encoded form, then let go of the device copy. Both exist in between."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Make the device copy again, then let go of the encoded form. Both exist in between."""
 
     record: int
 
@@ -142,4 +171,4 @@ class Forget:
     record: int
 
 
-Instruction = Hold | Drop | SwapOut | SwapIn | AwaitOut | Release | Preserve | Forget
+Instruction = Hold | Drop | SwapOut | SwapIn | AwaitOut | Release | Encode | Decode | Preserve | Forget

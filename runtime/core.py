@@ -26,6 +26,7 @@ from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.ledger import Host
 from delta.runtime.device.base import Device, Ticket
+from delta.runtime.encode import Encoder
 from delta.runtime.persistent import Persistent
 from delta.runtime.rawmem import sole_owner
 from delta.runtime.recompute import Recipe
@@ -37,7 +38,9 @@ from delta.runtime.watch import Watch
 from delta.timeline import Timeline
 from delta.types import (
     AwaitOut,
+    Decode,
     Drop,
+    Encode,
     Forget,
     Hold,
     Instruction,
@@ -65,6 +68,7 @@ class Core:
         self.clock = device.clock()
         self.watch = Watch(self)
         self.swap = Swap(self)
+        self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)
         self.slots: dict[int, Slot] = {}
         self.stall_ns = 0
@@ -311,6 +315,8 @@ class Core:
         self._note_loose()
         if self.engine.ledger[record].saved_at < 0:
             self._attached.append(record)
+            if self.engine.encodes:
+                self.encoder.offer(record, tensor)
         self.run(self.engine.saved(record, signature, time.perf_counter_ns()))
         nbytes = self.engine.ledger[record].nbytes
         self.emit("saved", record=record, nbytes=nbytes)
@@ -394,10 +400,10 @@ class Core:
                 case Hold(record):
                     self._hold(record)
                 case Drop(record, action):
-                    self._let_go(record)
+                    self.let_go(record)
                     self.emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
                 case Release(record):
-                    self._let_go(record)
+                    self.let_go(record)
                     self.emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
                 case SwapOut(record, wait):
                     self.swap.out(record, wait)
@@ -405,6 +411,10 @@ class Core:
                     self.swap.back(record)
                 case AwaitOut(record):
                     self.swap.await_out(record)
+                case Encode(record):
+                    self.encoder.encode(record)
+                case Decode(record):
+                    self.encoder.decode(record)
                 case Preserve(record):
                     self._preserve(record)
                 case Forget(record):
@@ -415,10 +425,13 @@ class Core:
     def _hold(self, record: int) -> None:
         slot = self.slots[record]
         slot.storage = slot.alive()
+        slot.form = None
         assert slot.storage is not None, f"record {record} is dead and cannot be held"
 
-    def _let_go(self, record: int) -> None:
+    def let_go(self, record: int) -> None:
+        """Give up the storage, or its smaller form."""
         slot = self.slots[record]
+        slot.form = None
         if slot.storage is not None:
             self.device.release(slot.storage)
             slot.storage = None
@@ -541,7 +554,7 @@ class Core:
         """No handle is left after the block has ended: give everything back."""
         self.closing = False
         for slot in self.slots.values():
-            slot.storage = slot.ref = slot.recipe = None
+            slot.storage = slot.ref = slot.recipe = slot.form = None
             if slot.block is not None:
                 self.device.free(slot.block)
         self.slots.clear()

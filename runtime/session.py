@@ -145,6 +145,7 @@ class evict(ContextDecorator):
                 swapped_out_bytes=totals.swapped_out_bytes,
                 swapped_in_bytes=totals.swapped_in_bytes,
                 recomputed_bytes=totals.recomputed_bytes,
+                encoded_bytes_saved=totals.encoded_bytes,
                 recompute_ns=core.rematerialiser.spent_ns,
                 stall_ns=core.stall_ns,
                 overhead_ns=core.overhead_ns,

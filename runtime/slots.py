@@ -1,4 +1,4 @@
-"""The mechanism's side of a record: its storage, its host block, its transfers, its recipe."""
+"""The mechanism's side of a record: its storage, its smaller form, its host block, its transfers, its recipe."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from delta.runtime.codecs import Codec, Form
 from delta.runtime.device.base import HostBlock, Ticket
 from delta.runtime.recompute import Recipe
 
@@ -22,11 +23,13 @@ class StorageRef(weakref.ref):  # type: ignore[type-arg]
 class Slot:
     """The mechanism's side of a record."""
 
-    __slots__ = ("block", "coming", "going", "recipe", "ref", "seen", "storage", "version")
+    __slots__ = ("block", "codec", "coming", "form", "going", "recipe", "ref", "seen", "storage", "version")
 
     def __init__(self, ref: StorageRef | None) -> None:
         self.ref = ref
         self.storage: torch.UntypedStorage | None = None  # Delta's own reference, while the record is held
+        self.codec: Codec | None = None
+        self.form: Form | None = None  # the encoded storage, in place of the storage
         self.block: HostBlock | None = None
         self.going: Ticket | None = None
         self.coming: Ticket | None = None

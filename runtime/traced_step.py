@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from delta.runtime.codecs import codec_for
 from delta.runtime.rawmem import sole_owner
 from delta.runtime.view import is_plain
 from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Result, Save, Unsave
@@ -32,16 +33,18 @@ Storage = torch.UntypedStorage
 class Stored:
     """A storage of the step, and the one object that stands for it now (Delta may have made it again).
 
-    `freed`: the program has let go of it, and it lives on for autograd only.
+    `freed`: the program has let go of it, and it lives on for autograd only. `made_by`: the op that made it and, if
+    that wrote in place, the one before.
     """
 
-    __slots__ = ("constant", "freed", "handles", "number", "ref")
+    __slots__ = ("constant", "freed", "handles", "made_by", "number", "ref")
 
     def __init__(self, number: int, constant: bool) -> None:
         self.number = number
         self.constant = constant
         self.freed = False
         self.handles = 0
+        self.made_by: tuple[str, ...] = ()
         self.ref: weakref.ref[Storage] | None = None
 
     def alive(self) -> Storage | None:
@@ -138,6 +141,8 @@ class TracedStep:
             self._renew(stored)
         made = changed + [self._add(tensor, constant=False) for tensor in results if self._is_new(tensor)]
         sizes = tuple(storage.nbytes() for stored in made if (storage := stored.alive()) is not None)
+        for stored in made:
+            stored.made_by = (name, *stored.made_by[:1])
         if read or made:
             self._times.append((len(self._events), token))
             outputs = tuple(stored.number for stored in made)
@@ -146,12 +151,20 @@ class TracedStep:
     def save(self, tensor: Tensor, packed: Any) -> Saved:
         """Autograd saved a tensor."""
         stored = self._of(tensor)
-        self._events.append(Save(stored.number))
+        self._events.append(self._save_event(stored, tensor))
         stored.handles += 1
         self._saved[stored] = None
         self._began_saving = True
         self._attach(stored)
         return Saved(self, stored, packed)
+
+    def _save_event(self, stored: Stored, tensor: Tensor) -> Save:
+        """What was saved, and the smaller form that it may have: whether it really does, only encoding would show."""
+        codec = codec_for(tensor, stored.made_by) if not stored.constant else None
+        nbytes = tensor.untyped_storage().nbytes()
+        if codec is None or (form := codec.encoding(nbytes)).nbytes >= nbytes:
+            return Save(stored.number)
+        return Save(stored.number, form.nbytes, form.encode_ns, form.decode_ns)
 
     def need(self, saved: Saved) -> None:
         """Backward asks for a saved tensor."""

@@ -36,6 +36,7 @@ def back(storage: int, began_ns: int, ended_ns: int) -> Entry:
 
 MADE = [alloc(1), run(0, 10, (), (1,))]  # storage 1 is there and whole from 10 on
 AWAY = [*MADE, out(1, 10, 20), free(1, 20)]  # and on the host from 20 on
+CODED = [*MADE, alloc(2, 10), Entry("encode", 10, 20, (2,), (1,))]  # 2 is the encoded form of 1
 
 
 def test_a_schedule_that_can_be_run():
@@ -94,6 +95,12 @@ def test_a_schedule_that_can_be_run():
         ([*MADE, out(1, 10, 20), free(1, 19)], "is still being copied out"),
         ([*MADE, out(1, 10, 20), become(1, 2, 19)], "is still being copied out"),
         ([*AWAY, alloc(1, 20), back(1, 20, 40), free(1, 39)], "is still being copied back"),
+        # what is decoded was encoded before, from the same storage, and both have memory
+        ([*MADE, Entry("encode", 10, 20, (2,), (1,))], "2 has no memory"),
+        ([*CODED, free(1, 20), Entry("decode", 20, 30, (1,), (2,))], "1 has no memory"),
+        ([*MADE, alloc(2, 10), run(10, 20, (), (2,)), Entry("decode", 20, 30, (1,), (2,))], "decoded from something"),
+        ([*CODED, Entry("decode", 19, 30, (1,), (2,))], "compute is busy"),
+        ([*CODED, Entry("decode", 20, 30, (2,), (2,))], "decoded from something"),
         ([Entry("sleep", 0, 1, ())], "unknown"),
     ],
 )

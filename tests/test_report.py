@@ -44,7 +44,7 @@ def test_text_is_a_table_with_units_and_a_legend() -> None:
         "  OOM rescues         0",
         "  warning: the budget cannot be held",
         "activations: bytes of unique storages that autograd has saved, parameters and buffers left out;",
-        "unevicted: what they would have been had nothing been evicted; stalled: compute waited for a transfer;",
+        "unevicted: what they would have been had nothing been evicted; stalled: waiting for copies, and encoding;",
         "overhead: time spent in Delta's own hooks and decisions, replays and stalls left out.",
     ]
 

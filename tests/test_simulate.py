@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from logs import random_net
 from simple_dtr import Dtr, Stuck
+from traces import encodings
 
 from delta.config import Policy
 from delta.errors import BudgetError
@@ -226,6 +227,8 @@ class Witness:
             case "become":
                 del self._values[entry.reads[0]]
                 self._values[storage] = self._first[storage] = self._fresh.pop(0)
+            case "encode" | "decode":
+                self._values[storage] = self._values[entry.reads[0]]
             case "run" if entry.ended_ns > entry.began_ns:
                 self._run(entry)
             case "run" if entry.reads:  # a clone
@@ -326,7 +329,7 @@ def saved_steps(draw: st.DrawFn) -> Trace:
         saved = [heirs.get(number, number) for number in saved]
         for number in draw(st.lists(st.sampled_from(live), max_size=2)) if live else []:
             saved.append(number)
-            events.append(Save(number))
+            events.append(Save(number, *draw(encodings(_size(events, number)))))
         for gone in draw(st.lists(st.sampled_from(live), unique=True, max_size=2)) if live else []:
             if gone not in constants:
                 live.remove(gone)
@@ -354,10 +357,13 @@ def _size(events: list[Event], number: int) -> int:
     raise AssertionError(number)
 
 
+MORE: list[list[str]] = [[], ["recompute"], ["swap"], ["swap", "recompute"]]
 POLICIES = [
     *(load("dtr", overrides={"filter.cost": cost}) for cost in ("own", "ancestors", "classes", "neighbourhood")),
     *(load(name, overrides={"filter.min_bytes": 0}) for name in ("delta", "delta-paper", "recompute", "swap")),
     load("delta", overrides={"filter.min_bytes": 0, "planner.kind": "none"}),
+    *(load("delta", overrides={"filter.min_bytes": 0, "director.actions": ["keep", "encode", *more]}) for more in MORE),
+    load("dtr", overrides={"director.actions": ["keep", "encode", "recompute"]}),
     load("delta", overrides={"filter.min_bytes": 0, "replay.sources": "drop", "replay.results": "hold"}),
 ]
 LINKS = [Link(1e9, 1e9), Link(20e9, 5e9), Link(5e9, 50e9, 0.3)]
@@ -395,7 +401,32 @@ def test_no_saved_value_is_ever_lost_or_stale(trace, policy, share, link):
     assert run.status in Status
     if run.status is Status.OK:
         assert run.peak_bytes <= run.budget_bytes
-        assert run.total_ns == run.base_ns + run.recomputed_ns + run.stall_ns
+        assert run.total_ns == run.base_ns + run.recomputed_ns + run.stall_ns + run.encoding_ns
+
+
+MASKS = a_trace(
+    *(
+        event
+        for number in range(4)
+        for event in (Op("op", (), (number,), (80,), 10 + number, False), Save(number, 10, 3, 4), Free(number))
+    ),
+    Backward(),
+    *(event for number in (3, 2, 1, 0) for event in (Need(number), Unsave(number))),
+    evictable=Evictable.SAVED,
+)
+
+
+def test_what_has_a_smaller_form_is_kept_in_it():
+    """Four storages of 80 bytes, each of which can be kept in 10. Where the last is decoded, three forms are there."""
+    policy = load("delta", overrides={"filter.min_bytes": 0, "director.actions": ["keep", "encode"]})
+    run = watched_run(MASKS, policy, Bytes(260), None, "ideal")
+    assert run.status is Status.OK
+    assert run.encoding_ns in (7, 14)
+    assert run.total_ns == run.base_ns + run.encoding_ns
+    assert simulate(MASKS, policy, Bytes(410), None).encoding_ns == 0  # room for one more, and its form
+    least = watched_run(MASKS, policy, Bytes(122), None, "ideal")
+    assert (least.status, least.encoding_ns, least.peak_bytes) == (Status.OK, 28, 120)
+    assert simulate(MASKS, policy, Bytes(119), None).status is Status.INFEASIBLE
 
 
 def test_the_witness_sees_a_stale_value():

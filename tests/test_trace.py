@@ -197,7 +197,8 @@ def changed(line: int, change: dict[str, Any] | None) -> str:
 @pytest.mark.parametrize(
     ("line", "change", "said"),
     [
-        (1, {"delta_trace": 2}, "line 1: delta_trace is 2; this version of Delta reads 1"),
+        (1, {"delta_trace": 3}, "line 1: delta_trace is 3; this version of Delta reads 1 to 2"),
+        (4, {"encoded_bytes": 1}, "line 4: save has 'encoded_bytes', which is unknown; known are storage"),
         (1, {"delta_trace": True}, "line 1: delta_trace is True"),
         (1, {"who": 1}, "line 1: the header has 'who', which is unknown; known are name, evictable, device"),
         (1, {"device": None}, "line 1: the header: 'device' is missing"),
@@ -289,3 +290,15 @@ def test_recorded_steps_are_numbered_from_the_second_on() -> None:
 def test_numbers_of_steps_that_make_no_sense_are_refused(skip: int, steps: int) -> None:
     with pytest.raises(TraceError, match=f"skip={skip}, steps={steps}"):
         Recording(Path("t"), skip, steps)
+
+
+def test_a_new_field_makes_a_new_version(tmp_path: Path) -> None:
+    """A trace without encoded forms is a file of version 1."""
+    file = tmp_path / "step.jsonl"
+    forms = Trace("t", Evictable.SAVED, (Constant(0, 80), Save(0, 10, 3, 4), Unsave(0)))
+    write(forms, file)
+    assert file.read_text().splitlines()[0].startswith('{"delta_trace":2,')
+    assert '{"ev":"save","storage":0,"encoded_bytes":10,"encode_ns":3,"decode_ns":4}' in file.read_text()
+    assert read(file) == forms
+    with pytest.raises(TraceError, match="storage 0 takes 80 bytes encoded, no less than as it is"):
+        write(Trace("t", Evictable.SAVED, (Constant(0, 80), Save(0, 80), Unsave(0))), file)

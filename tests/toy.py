@@ -16,7 +16,10 @@ from delta.engine import Engine
 from delta.ledger import Host
 from delta.types import (
     AwaitOut,
+    Decode,
     Drop,
+    Encode,
+    Encoding,
     Forget,
     Hold,
     Instruction,
@@ -45,6 +48,8 @@ class Toy:
         self.now = 0
         self.program: set[int] = set()
         self.mine: set[int] = set()  # storages Delta holds
+        self.encoded: set[int] = set()  # encoded forms
+        self.unfit: set[int] = set()  # storages whose bytes have no encoded form, as turns out
         self.leaving: list[int] = []
         self.coming: list[int] = []
         self.replayed: list[int] = []  # first output of each replayed op
@@ -70,8 +75,10 @@ class Toy:
         self.engine.op_ran(op)
         return op
 
-    def save(self, record: int, at: int) -> list[Instruction]:
+    def save(self, record: int, at: int, encoding: Encoding | None = None) -> list[Instruction]:
         self.now = at
+        if encoding is not None:
+            self.engine.encodable(record, encoding)
         return self._do(self.engine.saved(record, record, at))
 
     def let_go(self, *records: int) -> list[Instruction]:
@@ -147,9 +154,24 @@ class Toy:
             case Hold(record):
                 assert record in self.program | self.mine
                 self.mine.add(record)
+                self.encoded.discard(record)
             case Drop(record, _) | Release(record):
                 self.mine.discard(record)
+                self.encoded.discard(record)
                 return self._died(record)
+            case Encode(record):
+                assert record in self.mine
+                if record in self.unfit:
+                    return self._do(self.engine.encode_failed(record, self.now))
+                encoding = self.engine.ledger[record].encoding
+                assert encoding is not None
+                self.engine.encoded(record, encoding.nbytes)
+                self.encoded.add(record)
+                self.mine.discard(record)
+                return self._died(record)
+            case Decode(record):
+                self.encoded.remove(record)
+                self.mine.add(record)
             case SwapOut(record, wait):
                 assert record in self.mine
                 if not self.host_room_left:
@@ -166,6 +188,7 @@ class Toy:
                 self.mine.add(record)
             case Forget(record):
                 assert record not in self.mine
+                self.encoded.discard(record)
         return []
 
     def _died(self, record: int) -> list[Instruction]:

@@ -15,11 +15,20 @@ SIZES = st.integers(0, 1000)
 
 
 @st.composite
+def encodings(draw: st.DrawFn, nbytes: int) -> tuple[int, ...]:
+    """Fields of a `Save`: none, or a smaller form of a storage and its times."""
+    if nbytes < 2 or draw(st.booleans()):
+        return ()
+    return draw(st.integers(1, nbytes - 1)), draw(st.integers(0, 50)), draw(st.integers(0, 50))
+
+
+@st.composite
 def traces(draw: st.DrawFn) -> Trace:
     """A whole step in which everything may happen: writes in place, saves that outlive the program's references."""
     events: list[Event] = [Constant(number, draw(SIZES)) for number in range(draw(st.integers(1, 3)))]
     constants = set(range(len(events)))
     count, held, handles = len(events), set(constants), Counter[int]()
+    sizes_of = {event.storage: event.nbytes for event in events if isinstance(event, Constant)}
     for _ in range(draw(st.integers(0, 25))):
         usable = sorted(held | {number for number in handles if handles[number]})
         kind = draw(st.sampled_from(["op", "op", "op", "save", "need", "unsave", "free", "backward"]))
@@ -36,11 +45,12 @@ def traces(draw: st.DrawFn) -> Trace:
             )
             for old, new in zip(overwrites, outputs, strict=False):
                 handles[new] = handles.pop(old, 0)
+            sizes_of |= dict(zip(outputs, sizes, strict=True))
             held = held - set(overwrites) | set(outputs)
             count += made
         elif kind == "save" and usable:
             handles[saved := draw(st.sampled_from(usable))] += 1
-            events.append(Save(saved))
+            events.append(Save(saved, *draw(encodings(sizes_of[saved]))))
         elif kind in ("need", "unsave") and (open_ := [number for number in handles if handles[number]]):
             number = draw(st.sampled_from(open_))
             events.append(Need(number) if kind == "need" else Unsave(number))

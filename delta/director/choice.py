@@ -1,4 +1,6 @@
-"""Swap or recompute, per record: the cheapest of what the policy allows and the record can bear.
+"""Swap, recompute or encode, per record: the cheapest of what the policy allows and the record can bear.
+
+Cheapest is per byte that it frees: an encoded form stays on the device, the other two free all.
 
 With `hidden_swap` a swap costs what compute would wait for it (`LinkQueue.exposed_ns`); without, it costs its whole way
 out and back, as DELTA publishes it (ACM TACO 2024). A rule of the policy overrides the costs, never what is possible: a
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from delta.costs import LinkQueue
-from delta.types import Action
+from delta.types import Action, Encoding
 
 
 class RuleLike(Protocol):
@@ -36,14 +38,16 @@ class Prospect:
     now_ns: int
     room_by_ns: int
     next_use_ns: int
+    encoding: Encoding | None = None  # the smaller form it can be kept in, and there is room for now
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An action and its cost in ns."""
+    """An action, its cost in ns, and the bytes of an encoded form that stay on the device."""
 
     action: Action
     cost_ns: int
+    stays_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,9 @@ class Director:
         options = self._options(prospect, queue)
         if wanted is not None:
             options = [option for option in options if option.action is wanted] or options
-        return min(options, key=lambda option: option.cost_ns, default=None)
+        return min(
+            options, key=lambda option: option.cost_ns / max(1, prospect.nbytes - option.stays_bytes), default=None
+        )
 
     def _options(self, prospect: Prospect, queue: LinkQueue) -> list[Choice]:
         options = []
@@ -70,6 +76,8 @@ class Director:
             options.append(Choice(Action.RECOMPUTE, prospect.chain_ns))
         if Action.SWAP in self.actions and (prospect.swappable or prospect.host_whole):
             options.append(Choice(Action.SWAP, self._swap_ns(prospect, queue)))
+        if Action.ENCODE in self.actions and prospect.encoding is not None and not prospect.host_whole:
+            options.append(Choice(Action.ENCODE, prospect.encoding.cost_ns, prospect.encoding.nbytes))
         return options
 
     def _swap_ns(self, prospect: Prospect, queue: LinkQueue) -> int:

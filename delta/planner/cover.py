@@ -1,7 +1,8 @@
-"""Keep, recompute or swap each saved storage, as a cover of storages by the ops that are replayed.
+"""Keep, recompute, swap or encode each saved storage, as a cover of storages by the ops that are replayed.
 
-For every saved storage v there are d_v (dropped, to be replayed) and s_v (swapped), whole, at most one of them 1; for
-every op j there is r_j (replayed). The cost is the time of replays and what copies take from compute:
+For every saved storage v there are d_v (dropped, to be replayed), s_v (swapped) and e_v (encoded), whole, at most one of
+them 1; for every op j there is r_j (replayed). The cost is the time of replays, of encoding and decoding, and what
+copies take from compute and cannot hide:
 
     r_prod(v) >= d_v                       what is dropped is replayed
     r_prod(u) >= r_j - (1 - d_u)           and so is every dropped input u of what is replayed
@@ -17,7 +18,7 @@ copy back begins, are not in it. `Rows` carries a margin for each position, whic
 
 From: Shah et al., "Memory Optimization for Deep Networks", ICLR 2021 (the joint choice, the peak bounded at every
 backward position). There each backward node has its own set of recomputed ops, T x T binaries; here an op is replayed
-once, when it is asked for, which leaves a binary or two for each storage.
+once, when it is asked for, which leaves a few binaries for each storage.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Cover:
         self._unit_ns = max(1, sum(op.cost_ns for op in self._graph.ops)) / 1000
         self._drop: dict[int, int] = {}  # save order -> its variable
         self._swap: dict[int, int] = {}
+        self._encode: dict[int, int] = {}
         self._replay: dict[int, int] = {}  # op -> its variable
         self._users: list[list[int]] = [[] for _ in self._graph.nodes]
         for j, op in enumerate(self._graph.ops):
@@ -74,8 +76,9 @@ class Cover:
         if found is None:
             return None
         actions = [Action.KEEP] * len(self._sizes)
-        for ways, action in ((self._drop, Action.RECOMPUTE), (self._swap, Action.SWAP)):
-            for v, variable in ways.items():
+        ways = {Action.RECOMPUTE: self._drop, Action.SWAP: self._swap, Action.ENCODE: self._encode}
+        for action, variables in ways.items():
+            for v, variable in variables.items():
                 if found[variable] > 0.5:
                     actions[v] = action
         return actions
@@ -105,8 +108,16 @@ class Cover:
             if Action.SWAP in ways:
                 busy_ns = (link.out_ns(node.nbytes) + link.in_ns(node.nbytes)) * link.interference
                 self._swap[v] = self._program.variable(busy_ns / self._unit_ns, whole=True)
-            if v in self._drop and v in self._swap:
-                self._program.at_least(-1, [(self._drop[v], -1), (self._swap[v], -1)])
+            if Action.ENCODE in ways and node.encoded_bytes:
+                cost_ns = node.encode_ns + node.decode_ns
+                self._encode[v] = self._program.variable(cost_ns / self._unit_ns, whole=True)
+            chosen = self._variables(v)
+            if len(chosen) > 1:
+                self._program.at_least(-1, [(variable, -1) for variable in chosen])
+
+    def _variables(self, v: int) -> list[int]:
+        """Those that say that v is not kept."""
+        return [ways[v] for ways in (self._drop, self._swap, self._encode) if v in ways]
 
     def _closure(self) -> None:
         """Replays follow from drops."""
@@ -134,14 +145,12 @@ class Cover:
 
     def _follows(self, what: int, when: int, order: int, only_dropped: bool) -> None:
         """`what` >= `when`, unless the saved storage `order` (-1: not saved) that leads from one to the other is there:
-        neither dropped nor, with `only_dropped` false, swapped."""
+        not dropped, and with `only_dropped` false neither swapped nor encoded."""
         if order < 0:
             self._program.at_least(0, [(what, 1), (when, -1)])
             return
-        gone = [(self._drop[order], -1.0)] if order in self._drop else []
-        if not only_dropped and order in self._swap:
-            gone.append((self._swap[order], -1.0))
-        self._program.at_least(-1, [(what, 1), (when, -1), *gone])
+        gone = [self._drop[order]] if only_dropped else self._variables(order)
+        self._program.at_least(-1, [(what, 1), (when, -1), *((variable, -1.0) for variable in gone)])
 
     # -- the link -------------------------------------------------------------------------------------------------
     def _bound_link(self) -> None:
@@ -179,12 +188,19 @@ class Cover:
 
     def _away(self, v: int) -> list[Term]:
         """What takes the bytes of v away."""
-        return [(ways[v], -float(self._sizes[v])) for ways in (self._drop, self._swap) if v in ways]
+        return [(variable, -float(self._sizes[v])) for variable in self._variables(v)]
+
+    def _encoded(self, v: int) -> list[Term]:
+        """What an encoded form of v takes, beside v as long as that is there."""
+        if v not in self._encode:
+            return []
+        return [(self._encode[v], float(self._graph.nodes[self._graph.saved[v]].encoded_bytes))]
 
     def _bound_save(self, k: int, margin: int) -> None:
         graph = self._graph
         free = [v for v in range(k + 1) if graph.floats_to[v] < k]  # the program itself does not use them any more
         terms = [term for v in free for term in self._away(v)]
+        terms += [term for v in range(k + 1) for term in self._encoded(v)]
         terms += self._leaving([v for v in free if v in self._swap], graph.save_ns[k])
         beside = graph.beside_saves[k] if graph.beside_saves else 0
         self._keep_under(self._task.limit_bytes - margin - beside - sum(self._sizes[: k + 1]), terms)
@@ -199,7 +215,7 @@ class Cover:
                 continue
             there += nbytes
             if graph.first_need[v] > p:
-                terms += self._away(v)
+                terms += self._away(v) + self._encoded(v)
                 terms += [(variable, float(nbytes)) for variable in back.present.get(v, ())]
         self._keep_under(self._task.limit_bytes - margin - there, terms)
 
@@ -248,12 +264,11 @@ class _Back:
         cover, node = self._cover, self._graph.nodes[number]
         if node.rooted or (node.order >= 0 and self._graph.first_need[node.order] <= self._p):
             return
-        dropped, swapped = node.order in cover._drop, node.order in cover._swap
-        if node.op is not None and (dropped or node.order < 0):
+        if node.op is not None and (node.order in cover._drop or node.order < 0):
             maker = self._op(node.op)
             if not self._settled[node.op]:
                 cover._follows(maker, self._by[j], node.order, only_dropped=True)
-        if swapped:
+        if node.order in cover._swap or node.order in cover._encode:
             cover._follows(self._presence(node.order), self._by[j], node.order, only_dropped=False)
 
     def _makes(self, j: int) -> None:
@@ -262,7 +277,7 @@ class _Back:
         later = [v for v in cover._saved_by(j) if self._graph.first_need[v] > self._p and v in cover._drop]
         alone = len(self._graph.ops[j].outputs) == 1
         for v in later:
-            if alone and v not in cover._swap:
+            if alone and cover._variables(v) == [cover._drop[v]]:
                 self.present[v] = [self._by[j]]
             else:
                 cover._follows(self._presence(v), self._by[j], v, only_dropped=True)

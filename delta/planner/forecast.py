@@ -2,8 +2,9 @@
 
 The forecast walks backward once, in the order of the recorded step, and does what the engine will do: a missing storage
 is replayed together with its missing ancestors, what such a chain makes for later needs stays, its other products go
-after their last use in the chain; a swapped storage is copied back as late as the link allows. It is a model of the
-engine, not the engine: a plan is checked again by the peak that the planned step really had.
+after their last use in the chain; a swapped storage is copied back as late as the link allows; an encoded one is
+decoded when it is read, and both forms take room while one is made from the other. It is a model of the engine, not
+the engine: a plan is checked again by the peak that the planned step really had.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ class Forecast:
     replay_ns: int
     stall_ns: int
     swap_bytes: int
+    encode_ns: int = 0  # encoding and decoding
 
     @property
     def cost_ns(self) -> int:
         """What the step is longer by."""
-        return self.replay_ns + self.stall_ns
+        return self.replay_ns + self.stall_ns + self.encode_ns
 
     @property
     def peak_bytes(self) -> int:
@@ -98,6 +100,8 @@ class _Walk:
         self.back_at = [-1] * len(graph.saved)
         self.out_done_ns = copies_out(graph, actions, link)
         self.replay_ns = 0
+        self.encode_ns = 0
+        self.encoded: set[int] = set()  # save orders whose encoded form is there
         self.at = 0
         self.most = 0
 
@@ -106,6 +110,10 @@ class _Walk:
         for v, node in enumerate(graph.saved):
             if self.actions[v] is Action.KEEP:
                 self._bring(v, node)
+            elif self.actions[v] is Action.ENCODE:
+                self.encoded.add(v)
+                self.encode_ns += graph.nodes[node].encode_ns
+                self._add(graph.nodes[node].encoded_bytes)
         prefetch, late_ns = copies_back(graph, self.first_use, self.link)
         leaving = self._leaving()
         released: dict[int, list[int]] = {}
@@ -121,6 +129,8 @@ class _Walk:
                 self._bring(coming, graph.saved[coming])
             if self.actions[v] is Action.SWAP:
                 self._use_swapped(v)
+            elif self.actions[v] is Action.ENCODE:
+                self._use_encoded(v)
             elif not self.available[graph.saved[v]]:
                 self._replay(graph.saved[v])
             resident.append(self.most + leaving.get(position, 0))
@@ -132,11 +142,19 @@ class _Walk:
         busy_ns = self.link.out_ns(swap_bytes) + self.link.in_ns(swap_bytes)
         stall_ns = late_ns + int(busy_ns * self.link.interference)
         return Forecast(
-            tuple(self._forward()), tuple(resident), tuple(self.back_at), prefetch, self.replay_ns, stall_ns, swap_bytes
+            tuple(self._forward()),
+            tuple(resident),
+            tuple(self.back_at),
+            prefetch,
+            self.replay_ns,
+            stall_ns,
+            swap_bytes,
+            self.encode_ns,
         )
 
     def _forward(self) -> list[int]:
-        """Resident bytes after each save: what is kept, what the program still uses, what is on its way out."""
+        """Resident bytes after each save: what is kept or encoded, what the program still uses, what is on its way
+        out."""
         graph = self.graph
         count = len(graph.saved)
         change = [0] * (count + 1)
@@ -148,6 +166,8 @@ class _Walk:
                 until = max(until, bisect_right(graph.save_ns, self.out_done_ns[v]))
             change[v] += graph.nodes[node].nbytes
             change[until] -= graph.nodes[node].nbytes
+            if self.actions[v] is Action.ENCODE:
+                change[v] += graph.nodes[node].encoded_bytes
         return list(map(add, accumulate(change[:count]), graph.beside_saves or repeat(0)))
 
     def _leaving(self) -> dict[int, int]:
@@ -169,7 +189,18 @@ class _Walk:
         self.used_at.setdefault(v, self.at)
         self._bring(v, self.graph.saved[v])
 
+    def _use_encoded(self, v: int) -> None:
+        node = self.graph.nodes[self.graph.saved[v]]
+        self._bring(v, self.graph.saved[v])
+        if v in self.encoded:
+            self.encoded.discard(v)
+            self.encode_ns += node.decode_ns
+            self.resident -= node.encoded_bytes
+
     def _release(self, v: int) -> None:
+        if v in self.encoded:
+            self.encoded.discard(v)
+            self.resident -= self.graph.nodes[self.graph.saved[v]].encoded_bytes
         if self.present[v]:
             self.present[v] = False
             self.resident -= self.graph.nodes[self.graph.saved[v]].nbytes
@@ -210,7 +241,7 @@ class _Walk:
             self.resident -= graph.nodes[node].nbytes
 
     def _missing(self, target: int) -> list[int]:
-        """Ops to replay for `target`; a swapped ancestor is copied back at once instead."""
+        """Ops to replay for `target`; a swapped ancestor is copied back at once instead, an encoded one decoded."""
         graph = self.graph
         chain: set[int] = set()
         todo = [target]
@@ -218,6 +249,9 @@ class _Walk:
             node = graph.nodes[todo.pop()]
             if node.order >= 0 and self.actions[node.order] is Action.SWAP:
                 self._use_swapped(node.order)
+                continue
+            if node.order >= 0 and self.actions[node.order] is Action.ENCODE and not node.rooted:
+                self._use_encoded(node.order)
                 continue
             if node.op is None or node.op in chain:
                 continue

@@ -3,8 +3,9 @@
 A greedy answer to the covering problem of the design (section 7): while the forecast is over the limit, take its worst
 position and evict, among what is resident there and not needed before, the storage with the least added cost per byte.
 The added cost of recomputing is that of the ops its chain adds to those replayed anyway; the added cost of swapping is
-the compute time its copies take plus what the link cannot hide. When it fits, evictions that turn out not to be needed
-are taken back, dearest first.
+the compute time its copies take plus what the link cannot hide; that of encoding is the time to encode and to decode,
+and frees only what the encoded form does not take. When it fits, evictions that turn out not to be needed are taken
+back, dearest first.
 
 Bounds: no optimality; the covering integer program (policy `monet`) is for that. It is deterministic.
 """
@@ -117,7 +118,7 @@ class _Greedy:
             stuck = not node.evictable or not node.nbytes
             if action is not Action.KEEP or stuck or graph.first_need[v] <= worst or not resident(v):
                 continue
-            best = min(self._ways(v, node.nbytes), key=lambda option: option.cost_ns, default=None)
+            best = min(self._ways(v, node.nbytes), key=lambda option: option.per_byte, default=None)
             if best is not None:
                 options.append(best)
         return options
@@ -132,6 +133,9 @@ class _Greedy:
                 ways.append(_Option(v, Action.RECOMPUTE, cost_ns, nbytes))
         if Action.SWAP in self.allowed and forced in (None, Action.SWAP):
             ways.append(_Option(v, Action.SWAP, self._swap_ns(nbytes), nbytes))
+        node = self.graph.nodes[self.graph.saved[v]]
+        if Action.ENCODE in self.allowed and forced in (None, Action.ENCODE) and node.encoded_bytes:
+            ways.append(_Option(v, Action.ENCODE, node.encode_ns + node.decode_ns, nbytes - node.encoded_bytes))
         return ways
 
     def _swap_ns(self, nbytes: int) -> float:
@@ -198,6 +202,8 @@ class _Greedy:
             node = graph.nodes[graph.saved[v]]
             if self.actions[v] is Action.SWAP:
                 return (self.link.out_ns(node.nbytes) + self.link.in_ns(node.nbytes)) * self.link.interference
+            if self.actions[v] is Action.ENCODE:
+                return node.encode_ns + node.decode_ns
             return graph.ops[node.op].cost_ns if node.op is not None else 0.0
 
         changed = (v for v, action in enumerate(self.actions) if action is not self.begun[v])

@@ -67,23 +67,25 @@ def _plans(task: Task) -> Iterator[Plan]:
 
 
 def _bound(task: Task, actions: Sequence[Action], found: Forecast, rows: Rows) -> bool:
-    """Bound the positions that are over the limit. False if all of them are, as tightly as the forecast says."""
-    before = (dict(rows.saves), dict(rows.needs))
+    """Bound the positions that are over the limit, more tightly where they are bounded already. False if none is."""
     limit, resident = task.limit_bytes, found.resident_bytes
-    if max(found.forward_bytes) > limit:
-        rows.saves.setdefault(found.forward_bytes.index(max(found.forward_bytes)), 0)
-    for p in _peaks(resident, limit):
-        rows.needs.setdefault(p, 0)
-    for p in rows.needs:
-        rows.needs[p] = max(rows.needs[p], resident[p] - _settled_bytes(task, actions, found, p))
-    return before != (rows.saves, rows.needs)
+    margins = {p: resident[p] - _settled_bytes(task, actions, found, p) for p in rows.needs}
+    saves = _peaks(found.forward_bytes, limit, 1)
+    needs = _peaks(resident, limit, PEAKS)
+    for k in saves:
+        rows.saves[k] = rows.saves[k] + found.forward_bytes[k] - limit if k in rows.saves else 0
+    for p in needs:
+        rows.needs[p] = rows.needs[p] + resident[p] - limit if p in rows.needs else 0
+    for p, margin in margins.items():
+        rows.needs[p] = max(rows.needs[p], margin)
+    return bool(saves or needs)
 
 
-def _peaks(resident_bytes: Sequence[int], limit_bytes: int) -> list[int]:
+def _peaks(resident_bytes: Sequence[int], limit_bytes: int, most: int) -> list[int]:
     """The worst positions over the limit, not too close to each other."""
     peaks: list[int] = []
     for p in sorted(range(len(resident_bytes)), key=lambda p: (-resident_bytes[p], p)):
-        if resident_bytes[p] <= limit_bytes or len(peaks) == PEAKS:
+        if resident_bytes[p] <= limit_bytes or len(peaks) == most:
             break
         if all(abs(p - other) > APART for other in peaks):
             peaks.append(p)
@@ -94,7 +96,12 @@ def _settled_bytes(task: Task, actions: Sequence[Action], found: Forecast, p: in
     """What is resident when need p has been served, and what is still on its way out: what the program sees."""
     graph = task.graph
     sizes = [graph.nodes[node].nbytes for node in graph.saved]
-    there = sum(sizes[v] for v, back in enumerate(found.back_at) if 0 <= back <= p < graph.release[v])
+    there = 0
+    for v, back in enumerate(found.back_at):
+        if 0 <= back <= p < graph.release[v]:
+            there += sizes[v]
+        elif actions[v] is Action.ENCODE and p < graph.release[v]:
+            there += graph.nodes[graph.saved[v]].encoded_bytes
     leaving = copies_out(graph, actions, task.link)
     beside = graph.beside_needs[p] if graph.beside_needs else 0
     return there + beside + sum(sizes[v] for v, done_ns in leaving.items() if bisect_right(graph.need_ns, done_ns) > p)

@@ -33,16 +33,21 @@ class Program:
         return len(self.costs) - 1
 
     def at_least(self, bound: float, terms: Iterable[Term]) -> None:
-        """The sum of factor x variable over `terms` is `bound` or more."""
+        """The sum of factor x variable over `terms` is `bound` or more. A variable may be in several terms."""
+        factors: dict[int, float] = {}  # HiGHS takes each variable of a row once
         for variable, factor in terms:
-            self.variables.append(variable)
-            self.factors.append(factor)
+            factors[variable] = factors.get(variable, 0.0) + factor
+        self.variables += factors
+        self.factors += factors.values()
         self.starts.append(len(self.variables))
         self.bounds.append(bound)
 
     def solve(self, time_limit_s: float, gap: float) -> list[float] | None:
         """The values of the variables, within the relative `gap` of the best there are, or the best that were found
         in time. None: there are none, or none were found in time."""
+        if not self.costs:
+            return [] if max(self.bounds, default=0) <= 0 else None
+
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 

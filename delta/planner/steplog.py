@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from delta.types import Action, Kind, OpInfo
+from delta.types import Action, Encoding, Kind, OpInfo
 
 
 @dataclass(slots=True)
@@ -31,6 +31,7 @@ class StepLog:
     releases: list[tuple[int, int]] = field(default_factory=list)  # (save order, number of needs before)
     nbytes: dict[int, int] = field(default_factory=dict)
     kinds: dict[int, Kind] = field(default_factory=dict)
+    encodings: dict[int, Encoding] = field(default_factory=dict)
     end_ns: int = 0
     forward_needs: int = 0
     needs_before: list[int] = field(default_factory=list)  # needs when it was saved
@@ -38,13 +39,18 @@ class StepLog:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A storage of the step. `order` is that of its first save, or -1; `nbytes` is 0 for what is never counted."""
+    """A storage of the step. `order` is that of its first save, or -1; `nbytes` is 0 for what is never counted.
+
+    `encoded_bytes`: what its encoded form takes; 0 where there is none. The last two are the times it costs."""
 
     nbytes: int
     order: int
     op: int | None  # index into StepGraph.ops
     rooted: bool  # always there: parameters, buffers, what the caller holds
     evictable: bool
+    encoded_bytes: int = 0
+    encode_ns: int = 0
+    decode_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,7 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
             producer.get(record),
             log.kinds[record] is not Kind.ACTIVATION,
             log.kinds[record] is Kind.ACTIVATION and log.nbytes[record] >= min_bytes,
+            *_encoding(log.encodings.get(record)),
         )
         for record in index
     )
@@ -166,6 +173,10 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
         log.forward_needs,
         tuple(log.needs_before),
     )
+
+
+def _encoding(known: Encoding | None) -> tuple[int, int, int]:
+    return (known.nbytes, known.encode_ns, known.decode_ns) if known is not None else (0, 0, 0)
 
 
 def _floats_to(log: StepLog) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 What must hold: an op reads only what is there and whole, and writes only where memory has been taken; memory is never
 over the capacity; the copies of one direction follow each other, none faster than the link; what comes back went out
-whole before; nothing is freed or overwritten while it is being copied.
+whole before; what is decoded was encoded before; nothing is freed or overwritten while it is being copied.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class _Checker:
         self._whole_ns: dict[int, int | None] = {}  # storages with memory -> since when they are whole
         self._host_ns: dict[int, int] = {}  # host copies -> since when they are whole
         self._leaving_ns: dict[int, int] = {}
+        self._encoded: dict[int, int] = {}  # encoded forms -> storages
         self._link_free_ns = {"out": 0, "in": 0}
         self._busy_ns = 0
         self._used_bytes = 0
@@ -49,6 +50,12 @@ class _Checker:
             case "become":
                 self._become(entry.reads[0], entry.storages[0], entry.began_ns)
             case "run":
+                self._run(entry)
+            case "encode":
+                self._run(entry)
+                self._encoded[entry.storages[0]] = entry.reads[0]
+            case "decode":
+                _require(self._encoded.get(entry.reads[0]) == entry.storages[0], "is decoded from something else")
                 self._run(entry)
             case "out" | "in":
                 self._copy(entry)

@@ -66,6 +66,16 @@ class Machine:
         began_ns, self.now_ns = self.now_ns, self.now_ns + cost_ns
         self.log.append(Entry("run", began_ns, self.now_ns, makes, reads))
 
+    def encode(self, storage: int, form: int, cost_ns: int) -> None:
+        """The compute stream makes the encoded form of a storage; there is room for it."""
+        began_ns, self.now_ns = self.now_ns, self.now_ns + cost_ns
+        self.log.append(Entry("encode", began_ns, self.now_ns, (form,), (storage,)))
+
+    def decode(self, form: int, storage: int, cost_ns: int) -> None:
+        """The compute stream makes a storage again from its encoded form; there is room for it."""
+        began_ns, self.now_ns = self.now_ns, self.now_ns + cost_ns
+        self.log.append(Entry("decode", began_ns, self.now_ns, (storage,), (form,)))
+
     def copy_out(self, storage: int) -> int:
         """Queue a copy to the host; returns when it will have ended."""
         assert self.link is not None

@@ -15,7 +15,10 @@ from delta.simulate.machine import Machine
 from delta.trace.events import Backward, Constant, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
 from delta.types import (
     AwaitOut,
+    Decode,
     Drop,
+    Encode,
+    Encoding,
     Forget,
     Hold,
     Instruction,
@@ -42,6 +45,7 @@ class Player:
     def __init__(self, trace: Trace, engine: Engine, machine: Machine) -> None:
         self.engine, self.machine = engine, machine
         self.replay_ns = 0  # in the step at hand
+        self.encoding_ns = 0  # encoding and decoding, in the step at hand
         self._trace = trace
         self._all = trace.evictable is Evictable.ALL
         self._record: dict[int, int] = {}  # storage of the trace -> record
@@ -52,6 +56,7 @@ class Player:
         self._constants: dict[int, int] = {}
         self._going: dict[int, int] = {}  # record -> when its copy out ends
         self._coming: dict[int, int] = {}
+        self._encoded: dict[int, int] = {}  # record -> its encoded form on the machine
         self._results: list[int] = []
         self._backward = False
         self._limit_ns = trace.base_ns
@@ -66,7 +71,7 @@ class Player:
         self._record = dict(self._constants)
         self._results.clear()
         self._backward = False
-        self.replay_ns = 0
+        self.replay_ns = self.encoding_ns = 0
         for position, event in enumerate(self._trace.events):
             self._poll()
             match event:
@@ -74,7 +79,9 @@ class Player:
                     self._constant(storage, nbytes)
                 case Op():
                     self._op(event)
-                case Save(storage):
+                case Save(storage, encoded_bytes, encode_ns, decode_ns):
+                    if encoded_bytes:
+                        self.engine.encodable(self._record[storage], Encoding(encoded_bytes, encode_ns, decode_ns))
                     self._save(self._record[storage])
                 case Need(storage):
                     self._need(self._record[storage])
@@ -303,7 +310,12 @@ class Player:
                     self.fragmented.append(allocator.free_bytes / allocator.capacity_bytes)
                     self._do(self._died(record))
                 case Release(record):
+                    self._discard_encoded(record)
                     self._do(self._died(record))
+                case Encode(record):
+                    self._encode(record)
+                case Decode(record):
+                    self._decode(record)
                 case SwapOut(record, wait):
                     self._going[record] = self.machine.copy_out(record)
                     if wait:
@@ -313,8 +325,37 @@ class Player:
                 case SwapIn(record):
                     self._allocate(record, self.machine.nbytes[record])
                     self._coming[record] = self.machine.copy_in(record)
-                case Hold(_) | Preserve(_) | Forget(_):
+                case Hold(record) | Forget(record):
+                    self._discard_encoded(record)
+                case Preserve(_):
                     pass  # the machine's storages have no owner, and old versions are storages of their own
+
+    def _encode(self, record: int) -> None:
+        encoding = self.engine.ledger[record].encoding
+        assert encoding is not None
+        form = self._encoded[record] = next(self._ids)
+        self._allocate(form, encoding.nbytes)
+        self.machine.encode(record, form, encoding.encode_ns)
+        self._encoding_took(encoding.encode_ns)
+        self.engine.encoded(record, encoding.nbytes)
+        self._do(self._died(record))
+
+    def _decode(self, record: int) -> None:
+        encoding = self.engine.ledger[record].encoding
+        assert encoding is not None
+        self._allocate(record, self.engine.ledger[record].nbytes)
+        self.machine.decode(self._encoded[record], record, encoding.decode_ns)
+        self._encoding_took(encoding.decode_ns)
+        self._discard_encoded(record)
+
+    def _encoding_took(self, ns: int) -> None:
+        self.encoding_ns += ns
+        self.engine.lost(ns)
+
+    def _discard_encoded(self, record: int) -> None:
+        form = self._encoded.pop(record, None)
+        if form is not None:
+            self.machine.free(form)
 
     def _await_out(self, record: int) -> None:
         if record in self._going:

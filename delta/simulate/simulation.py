@@ -59,6 +59,7 @@ class Run:
     swapped_bytes: int
     recomputed_ns: int
     stall_ns: int
+    encoding_ns: int
     fragmentation: float
     decisions: int
     decision_ns: int
@@ -128,6 +129,7 @@ def simulate(
         swapped_bytes=last.swapped_bytes if last else 0,
         recomputed_ns=last.recomputed_ns if last else 0,
         stall_ns=last.stall_ns if last else 0,
+        encoding_ns=last.encoding_ns if last else 0,
         fragmentation=sum(player.fragmented) / len(player.fragmented) if player.fragmented else 0.0,
         decisions=sum(engine.totals.evictions.values()),
         decision_ns=watched.spent_ns,
@@ -140,6 +142,7 @@ class _Step:
     total_ns: int
     recomputed_ns: int
     stall_ns: int
+    encoding_ns: int
     swapped_bytes: int
 
 
@@ -158,6 +161,7 @@ def _play(player: Player) -> tuple[list[_Step], Status, str]:
                 machine.now_ns - began_ns,
                 player.replay_ns,
                 machine.stall_ns - stall_ns,
+                player.encoding_ns,
                 machine.moved_out_bytes - moved_bytes,
             )
         )

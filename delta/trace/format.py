@@ -8,8 +8,9 @@
     {"ev":"save","storage":1}
     {"end":3}
 
-The fields are those of the classes in `delta.trace.events`; one that has its default is left out. A reader of version 1
-refuses kinds and fields it does not know, so a new field means a new version.
+The fields are those of the classes in `delta.trace.events`; one that has its default is left out. A reader refuses
+kinds and fields that the version of the file does not have, so a new field means a new version. A trace is written in
+the first version that has all its fields.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from delta.trace.inventory import Inventory
 from delta.trace.source import Source
 from delta.types import Link
 
-VERSION = 1
+VERSION = 2
 VERSION_KEY = "delta_trace"
 _END = "end"
 
 KINDS: dict[str, type[Event]] = {
     kind.__name__.lower(): kind for kind in (Constant, Op, Save, Need, Unsave, Free, Result, Backward)
 }
+_SINCE_2: dict[type[Event], set[str]] = {Save: {"encoded_bytes", "encode_ns", "decode_ns"}}
 _TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in KINDS.values()}
 HEADER = {"name": "str", "evictable": "str", "device": "str", "link": "link", "facts": "dict"}
 _IS: dict[str, Callable[[Any], bool]] = {
@@ -90,7 +92,8 @@ def _lines(trace: Trace) -> Iterator[str]:
         "link": None if trace.link is None else asdict(_link(asdict(trace.link))),
         "facts": trace.facts,
     }
-    yield _encode({VERSION_KEY: VERSION, **header})
+    new = any(_given(event).keys() & _SINCE_2.get(type(event), set()) for event in trace.events)
+    yield _encode({VERSION_KEY: 2 if new else 1, **header})
     inventory = Inventory()
     for number, event in enumerate(trace.events):
         try:
@@ -111,6 +114,7 @@ def _given(event: Event) -> dict[str, Any]:
 # -- reading ------------------------------------------------------------------------------------------------------
 def read_own(header: dict[str, Any], rest: Source) -> Trace:
     """The trace of a file whose header was read already. TraceError for a damaged one."""
+    version = header.get(VERSION_KEY)
     trace = _header(header, rest)
     events: list[Event] = []
     inventory = Inventory()
@@ -119,7 +123,7 @@ def read_own(header: dict[str, Any], rest: Source) -> Trace:
             if line.keys() == {_END}:
                 _end(line[_END], len(events), inventory)
                 break
-            events.append(_event(line))
+            events.append(_event(line, version))
             inventory.take(events[-1])
         except ValueError as error:
             raise rest.error(str(error)) from error
@@ -132,8 +136,8 @@ def read_own(header: dict[str, Any], rest: Source) -> Trace:
 
 def _header(header: dict[str, Any], source: Source) -> Trace:
     version = header.pop(VERSION_KEY)
-    if version != VERSION or type(version) is not int:
-        raise source.error(f"{VERSION_KEY} is {version!r}; this version of Delta reads {VERSION}")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise source.error(f"{VERSION_KEY} is {version!r}; this version of Delta reads 1 to {VERSION}")
     try:
         values = _checked(header, HEADER, "the header")
         evictable = _evictable(values["evictable"])
@@ -158,12 +162,14 @@ def _link(given: dict[str, Any]) -> Link:
     return Link(**values)
 
 
-def _event(line: dict[str, Any]) -> Event:
+def _event(line: dict[str, Any], version: object) -> Event:
     kind = line.pop("ev", None)
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise ValueError(f"'ev' is {kind!r}; known are {', '.join(KINDS)}")
-    values = _checked(line, _TYPES[cls], kind, {field.name for field in fields(cls) if field.default is not MISSING})
+    newer = _SINCE_2.get(cls, set()) if version == 1 else set()
+    known = {name: typename for name, typename in _TYPES[cls].items() if name not in newer}
+    values = _checked(line, known, kind, {field.name for field in fields(cls) if field.default is not MISSING})
     make: Callable[..., Event] = cls
     return make(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 

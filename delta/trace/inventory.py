@@ -48,7 +48,11 @@ class Inventory:
                 self._count_live(nbytes)
             case Op():
                 self._run(event)
-            case Save(storage):
+            case Save(storage, encoded_bytes):
+                _require(
+                    encoded_bytes < max(1, self._existing(storage).nbytes),
+                    f"storage {storage} takes {encoded_bytes} bytes encoded, no less than as it is",
+                )
                 self._save(self._existing(storage))
             case Need(storage):
                 _require(self._existing(storage).handles > 0, f"storage {storage} is needed, but not saved")

@@ -1,0 +1,84 @@
+"""Encodes storages and decodes them again, as the engine asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from delta.runtime.codecs import codec_for
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+_POOLS = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
+
+
+class Encoder:
+    """All calls come from inside `Core.entered`. The device copy goes only when the smaller form is whole (promise P4);
+    where that cannot be made it is the value still."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def offer(self, record: int, tensor: Tensor) -> None:
+        """A storage is about to be saved for the first time: tell the engine of the smaller form it may have."""
+        slot = self._core.slots[record]
+        slot.codec = codec_for(tensor, tuple(self._made_by(record)), self._largest(record))
+        if slot.codec is not None:
+            self._core.engine.encodable(record, slot.codec.encoding(tensor.untyped_storage().nbytes()))
+
+    def _made_by(self, record: int | None) -> Iterator[str]:
+        """The op that made a record, then the one that made what it overwrote."""
+        ledger = self._core.engine.ledger
+        while record is not None and (made := ledger[record].op) is not None and made in ledger.ops:
+            op = ledger.ops[made]
+            yield op.name
+            record = next((old for old in op.overwrites if old in ledger), None)
+
+    def _largest(self, record: int) -> int | None:
+        """A bound on the values of pooling's indices: they count the elements of one plane of its input."""
+        recipe = self._core.slots[record].recipe
+        if recipe is None or recipe.facts.name not in _POOLS:
+            return None
+        spatial = 2 if recipe.facts.name == _POOLS[0] else 3
+        return int(torch.Size(recipe.inputs[0].view.size[-spatial:]).numel())
+
+    def encode(self, record: int) -> None:
+        """Make the smaller form and let go of the device copy."""
+        core, slot = self._core, self._core.slots.get(record)
+        if slot is None or slot.storage is None or not core.engine.ledger[record].being_encoded:
+            return  # let go of since this was decided
+        assert slot.codec is not None
+        began_ns = time.perf_counter_ns()
+        try:
+            form = slot.codec.encode(slot.storage)
+        except torch.OutOfMemoryError:
+            form = None
+        core.waited(record, began_ns, "encode")
+        if form is None:
+            core.run(core.engine.encode_failed(record, time.perf_counter_ns()))
+            return
+        core.engine.encoded(record, form.nbytes)
+        core.let_go(record)
+        slot.form = form
+        core.emit("evicted", record=record, nbytes=core.engine.ledger[record].nbytes, action="encode")
+        if slot.alive() is None:  # known at once, so that what is encoded next does not count beside it
+            core.run(core.engine.storage_gone(record))
+
+    def decode(self, record: int) -> None:
+        """Make the device copy again and let go of the smaller form."""
+        core, slot = self._core, self._core.slots[record]
+        assert slot.form is not None
+        began_ns = time.perf_counter_ns()
+        try:
+            slot.storage = slot.form.decode()
+        except torch.OutOfMemoryError:
+            core.engine.decode_failed(record, slot.form.nbytes)
+            raise
+        slot.ref = core.track(slot.storage, record)
+        slot.form = None
+        core.waited(record, began_ns, "decode")
