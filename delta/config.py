@@ -219,9 +219,9 @@ class Policy(_Model):
     @model_validator(mode="after")
     def _pairs_make_sense(self) -> Self:
         actions = self.director.actions
-        if self.planner.kind == "profile" and set(actions) == {Action.KEEP}:
+        if self.planner.kind != "none" and set(actions) == {Action.KEEP}:
             raise ValueError(
-                "planner.kind=profile has nothing to plan while director.actions holds only keep: "
+                f"planner.kind={self.planner.kind} has nothing to plan while director.actions holds only keep: "
                 "set planner.kind to none, or add swap, recompute or encode to director.actions"
             )
         for number, rule in enumerate(self.rules):

@@ -6,9 +6,10 @@ from random import Random
 
 import pytest
 import torch
-from builders import a_log, a_policy, an_op
+from builders import a_log, an_op
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logs import random_net
 from models import CASES, train
 from test_planner import chain, may_go, step_logs
 
@@ -16,12 +17,15 @@ import delta
 from delta.config import PlannerConfig
 from delta.errors import PolicyError
 from delta.planner import PLANNERS, Task, forecast, plan_step
-from delta.planner import cover as cover_module
-from delta.planner import program as program_module
+from delta.planner.backward import BackwardOnly
 from delta.planner.cover import Cover, Rows
 from delta.planner.program import Program
 from delta.planner.steplog import build_graph
+from delta.simulate import simulate
+from delta.simulate.simulation import Status
+from delta.trace import read
 from delta.types import Action, Encoding, Kind, Link
+from delta.units import Share
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
 LINK = Link(10e9, 5e9)
@@ -156,7 +160,6 @@ def test_plans_are_close_to_the_best_there_are(allowed):
                 assert made.peak_bytes <= task.limit_bytes
                 costs_ns.append((forecast(graph, made.actions, task.link).cost_ns, best_ns))
     assert len(costs_ns) > 20
-    assert max(found - best for found, best in costs_ns) >= 0
     assert all(found <= 1.5 * best for found, best in costs_ns)
     assert sum(found for found, _ in costs_ns) <= 1.02 * sum(best for _, best in costs_ns)
 
@@ -173,3 +176,113 @@ def test_plans_are_never_worse_than_greedy_ones_and_repeat(log, percent):
         return max(plan.peak_bytes, task.limit_bytes), forecast(graph, plan.actions, task.link).cost_ns
 
     assert rank(made) <= rank(greedy)
+
+
+def test_the_limit_is_held_where_the_greedy_planner_cannot():
+    """Of these random steps there are some that fit only by knowing what a chain brings back."""
+    fits = {"monet": 0, "greedy": 0}
+    for seed in range(40):
+        graph = random_step(seed)
+        task = a_task(graph, graph.unevicted_bytes * 60 // 100)
+        fits["monet"] += monet(task).peak_bytes <= task.limit_bytes
+        fits["greedy"] += plan_step(graph, task.limit_bytes, LINK, task.allowed).peak_bytes <= task.limit_bytes
+    assert fits["monet"] > fits["greedy"]
+
+
+# -- when the solver has nothing --------------------------------------------------------------------------------------
+def test_without_an_answer_the_greedy_plan_stands(monkeypatch):
+    monkeypatch.setattr(Program, "solve", lambda self, time_limit_s, gap: None)
+    graph = chain()
+    assert monet(a_task(graph, 520)) == plan_step(graph, 520, LINK, (KEEP, RECOMPUTE))
+
+
+def test_the_time_limit_reaches_the_solver(monkeypatch):
+    seen = []
+
+    def solve(self, time_limit_s, gap):
+        seen.append((time_limit_s, gap))
+
+    monkeypatch.setattr(Program, "solve", solve)
+    monet(a_task(chain(), 520, options=PlannerConfig(kind="monet", time_limit_s=4, gap=0.1)))
+    assert seen == [(0.5, 0.1)]
+
+
+def test_a_search_that_has_no_time_ends():
+    """HiGHS looks at the clock: with next to no time there may be an answer or none, but the plan is there."""
+    graph = random_step(3)
+    task = a_task(graph, graph.unevicted_bytes // 2, options=PlannerConfig(kind="monet", time_limit_s=1e-9))
+    assert len(monet(task).actions) == len(graph.saved)
+
+
+# -- where everything may go ------------------------------------------------------------------------------------------
+def test_a_log_is_played_under_it(tmp_path):
+    """Not worse than DTR, and what the simulator measures is what the plan said."""
+    trace = read(random_net(24, seed=1).write(tmp_path / "net.log"))
+    for share in (0.7, 0.5):
+        runs = {}
+        for name in ("dtr", "monet"):
+            runs[name] = simulate(trace, delta.load_policy(name, {"filter.min_bytes": 0}), Share(share))
+            assert runs[name].status is Status.OK
+        assert runs["monet"].overhead <= runs["dtr"].overhead
+        assert runs["monet"].peak_bytes <= runs["monet"].budget_bytes
+
+
+def test_backward_alone_is_what_crosses_into_it():
+    """x (100 B) and y (50 B) are read in forward at needs 0 and 1, backward reads x at need 2; y stays unread. z, made
+    and freed in forward, and g, made in backward, count beside them."""
+    x, y, z, g = 1, 2, 3, 4
+    ops = [an_op(1, [0], [x]), an_op(2, [x], [y]), an_op(3, [y], [z]), an_op(4, [x], [g])]
+    log = a_log(
+        ops,
+        {0: 0, x: 100, y: 50, z: 7, g: 9},
+        saves=[(x, 1, 1), (y, 2, 2), (z, 3, 3), (g, 4, 4)],
+        needs=[(0, 1), (1, 2), (0, 3)],
+        releases=[(2, 2), (0, 3), (1, 3), (3, 3)],
+        end_ns=5,
+        kinds={0: Kind.PARAMETER},
+    )
+    log.forward_needs, log.needs_before = 2, [0, 1, 2, 3]
+    task = Task(build_graph(log, 0), 1000, LINK, (KEEP, RECOMPUTE), {}, True, EXACT)
+    alone = BackwardOnly(task)
+    graph = alone.task.graph
+    assert [graph.nodes[number].nbytes for number in graph.saved] == [100, 50]
+    assert (graph.needs, graph.first_need, graph.release) == ((0,), (0, 1), (1, 1))
+    assert graph.beside_saves == (0, 7)
+    assert graph.beside_needs == (9,)
+    assert alone.whole_step([KEEP, RECOMPUTE]) == [KEEP, RECOMPUTE, KEEP, KEEP]
+    assert monet(replace(task, limit_bytes=158)).evictions == {1: ((1, RECOMPUTE),)}
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("planner.time_limit_s", 0, "planner.time_limit_s=0: input should be greater than 0"),
+        ("planner.time_limit_s", "soon", "planner.time_limit_s='soon'"),
+        ("planner.gap", -0.1, "planner.gap=-0.1: input should be greater than or equal to 0"),
+        ("planner.gap", 2, "planner.gap=2: input should be less than or equal to 1"),
+        ("director.actions", ["keep"], "planner.kind=monet has nothing to plan"),
+    ],
+)
+def test_bad_options_are_told(key, value, said):
+    with pytest.raises(PolicyError) as raised:
+        delta.load_policy("monet", overrides={key: value})
+    assert said in str(raised.value)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_training_under_it_has_the_same_numbers_and_holds_the_budget(name):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    plain = train(CASES[name], 5)
+    actions = ["keep", "recompute", "encode"]  # when a copy has ended is not up to us
+    policy = delta.load_policy("monet", {"filter.min_bytes": 0, "director.actions": actions})
+    with delta.evict(activations="60%", policy=policy) as run:
+        found = train(CASES[name], 5)
+    torch.set_num_threads(before)
+    assert found.differences(plain) == []
+    report = run.report()
+    assert sum(report.evictions.values()) > 0
+    assert report.peak_activation_bytes <= 0.62 * report.unevicted_peak_activation_bytes

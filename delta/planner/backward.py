@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from delta.planner.steplog import StepGraph
 from delta.planner.task import Task
@@ -92,5 +92,4 @@ class BackwardOnly:
 
 def _most(values: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
     """The most between each place and the next one."""
-    spans = zip(places, places[1:], strict=False)
-    return tuple(max(values[start : max(start + 1, stop)], default=0) for start, stop in spans)
+    return tuple(max(values[start : max(start + 1, stop)], default=0) for start, stop in pairwise(places))

@@ -1,7 +1,7 @@
 """Keep, recompute, swap or encode each saved storage, as a cover of storages by the ops that are replayed.
 
-For every saved storage v there are d_v (dropped, to be replayed), s_v (swapped) and e_v (encoded), whole, at most one of
-them 1; for every op j there is r_j (replayed). The cost is the time of replays, of encoding and decoding, and what
+For every saved storage v there are d_v (dropped, to be replayed), s_v (swapped) and e_v (encoded), whole, at most one
+of them 1; for every op j there is r_j (replayed). The cost is the time of replays, of encoding and decoding, and what
 copies take from compute and cannot hide:
 
     r_prod(v) >= d_v                       what is dropped is replayed
