@@ -65,14 +65,18 @@ def test_spill_dir_takes_a_path(tmp_path):
     assert HostConfig(spill_dir=tmp_path).spill_dir == str(tmp_path)
 
 
-@pytest.mark.parametrize("actions", [["keep"], ["swap", "keep"], ["recompute"]])
+@pytest.mark.parametrize("actions", [["keep"], ["swap", "keep"], ["recompute"], ["keep", "encode"]])
 def test_actions(actions):
     assert DirectorConfig(actions=actions).actions == tuple(Action(action) for action in actions)
 
 
 @pytest.mark.parametrize(
     ("actions", "why"),
-    [([], "at least 1"), (["keep", "keep"], "keep is there more often"), (["encode"], "'keep', 'swap' or 'recompute'")],
+    [
+        ([], "at least 1"),
+        (["keep", "keep"], "keep is there more often"),
+        (["compress"], "'keep', 'swap', 'recompute' or 'encode'"),
+    ],
 )
 def test_actions_refused(actions, why):
     with pytest.raises(ValidationError, match=why):

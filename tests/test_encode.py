@@ -14,6 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import delta
 from delta.report import Report
+from delta.simulate import Status, simulate
+from delta.trace import read
+from delta.trace.events import Op, Save
+from delta.units import Share
 
 pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 
@@ -135,8 +139,10 @@ def run(name: str, chosen: delta.Policy, share: str, device: str = "cpu") -> Rep
     return session.report()
 
 
-@pytest.mark.parametrize("device", ["cpu", "chaos:1"])
-@pytest.mark.parametrize("share", ["0%", "60%", "85%"])
+WAYS = [("0%", "cpu"), ("60%", "chaos:1"), ("85%", "cpu")]
+
+
+@pytest.mark.parametrize(("share", "device"), WAYS)
 @pytest.mark.parametrize("actions", ACTIONS, ids="+".join)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_have_the_same_bits(name, actions, share, device):
@@ -151,7 +157,6 @@ def test_bytes_are_really_smaller(kind):
     kept = run("pooled", policy("keep", "swap", kind="none"), "100%")
     report = run("pooled", policy("keep", "encode", kind=kind), "0%")
     assert report.unevicted_peak_activation_bytes == kept.peak_activation_bytes
-    print(report)
     assert report.peak_activation_bytes < 0.9 * kept.peak_activation_bytes
 
 
@@ -171,3 +176,52 @@ def test_saved_again_after_the_first_graph_has_died(name):
     with delta.evict(activations="0%", policy=delta.load_policy(name, {"filter.min_bytes": 0})):
         assert torch.equal(gradient(), plain)
         assert torch.equal(gradient(), plain)
+
+
+def test_a_rule_says_what_is_encoded():
+    """The mask of dropout alone, in its bits; all else is kept."""
+    rules = [{"op": "aten.native_dropout", "action": "encode"}, {"op": "*", "action": "keep"}]
+    changes = {"filter.min_bytes": 0, "director.actions": ["keep", "encode"], "rules": rules}
+    report = run("pooled", delta.load_policy("delta", changes), "0%")
+    assert report.evictions == {"encode": STEPS}
+    assert report.encoded_bytes_saved == STEPS * 7 * (4 * 8 * 4 * 4) // 8
+
+
+def test_bytes_that_do_not_fit_stay_as_they_are():
+    """A bool tensor with other bytes than 0 and 1 in it, and indices too far apart."""
+    odd = torch.tensor([0, 1, 3, 1] * 64, dtype=torch.uint8)
+    far = torch.tensor([0, 2**40] * 128)
+    x = torch.randn(256, requires_grad=True)
+
+    def gradient() -> Tensor:
+        x.grad = None
+        (torch.where((odd + 0).view(torch.bool), x, 2 * x) * (x + (far + 0)).sin()).gather(
+            0, (far + 0) % 2
+        ).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain = gradient()
+    with delta.evict(activations="0%", policy=policy("keep", "encode")) as session:
+        for _ in range(STEPS):
+            assert torch.equal(gradient(), plain)
+    assert session.report().evictions["encode"] > 0
+
+
+def test_a_trace_carries_the_smaller_forms(tmp_path):
+    """Recorded without a budget; then the simulator keeps them so."""
+    model = Pooled()
+    with delta.evict(trace=tmp_path / "step.jsonl"):
+        model(batch()).square().mean().backward()
+    trace = read(tmp_path / "step.jsonl")
+    sizes = {}
+    for event in trace.events:
+        if isinstance(event, Op):
+            sizes |= dict(zip(event.outputs, event.nbytes, strict=True))
+    saves = [event for event in trace.events if isinstance(event, Save) and event.encoded_bytes]
+    forms = {(sizes[save.storage], save.encoded_bytes) for save in saves}
+    assert forms >= {(16384, 8192), (512, 64), (2048, 64)}  # indices of pooling, the mask, the noise of dropout
+    kept = simulate(trace, policy("keep", "encode"), Share(1.5))
+    least = simulate(trace, policy("keep", "encode"), Share(0.9))
+    assert (kept.encoding_ns, kept.status, least.status) == (0, Status.OK, Status.OK)
+    assert least.peak_bytes < kept.peak_bytes

@@ -13,6 +13,7 @@ from delta.planner import forecast
 from delta.planner.greedy import plan_step
 from delta.planner.steplog import StepGraph, build_graph
 from delta.types import Action, Decode, Drop, Encode, Encoding, Hold, Kind, Link, Release
+from delta.units import Bytes
 
 LINK = Link(1e9, 1e9)
 EIGHTH = Encoding(10, 3, 4)  # of 80 bytes
@@ -265,6 +266,49 @@ def test_saved_again_after_all_its_handles_have_died():
     toy.use(1, 30)
 
 
+def test_what_has_no_room_for_its_form_waits_for_what_has():
+    toy = Toy(100, ["keep", "encode"])
+    toy.op(1, 40)
+    toy.save(1, 10, Encoding(5, 10, 10))
+    toy.let_go(1)
+    toy.op(2, 40)
+    assert toy.save(2, 20, Encoding(30, 0, 0)) == [Hold(2), Encode(1), Encode(2)]  # the other order would pass 100
+
+
+def test_the_limit_is_not_passed_for_what_is_only_kept_free():
+    toy = Toy(1000, ["keep", "encode"])
+    toy.op(1, 80)
+    toy.save(1, 10, EIGHTH)
+    room = toy.engine._room
+    assert room.evict(10, 20, 0, False, 10) == []
+    assert room.evict(11, 20, 0, False, 10) == [Encode(1)]
+
+
+def test_room_is_made_before_decoding():
+    toy = Toy(1000, ["keep", "encode"])
+    for record in (1, 2):
+        toy.op(record, 80)
+        toy.save(record, 10 * record, EIGHTH)
+        toy.let_go(record)
+    engine = toy.engine
+    toy._do(engine._room.carry_out(engine.ledger[1], ENCODE, 20, False))
+    engine.budget.activations = Bytes(160)
+    assert toy.need(1, 30) == [Encode(2), Decode(1)]
+    assert engine.ledger.resident_bytes == 90
+
+
+def test_an_old_version_that_nobody_reads_goes():
+    toy = Toy(300, ["keep", "encode", "recompute"])
+    toy.op(1, 80, replayable=False)
+    toy.save(1, 10, EIGHTH)
+    toy.op(2, 80, [1], cost_ns=1)
+    toy.save(2, 20)
+    engine = toy.engine
+    toy._do(engine._room.carry_out(engine.ledger[1], ENCODE, 20, False))
+    assert Release(1) in toy.overwrite(1, 3, [1], 80)
+    assert (toy.encoded, engine.ledger.resident_bytes) == (set(), 160)
+
+
 # -- the planner ------------------------------------------------------------------------------------------------------
 def masks(count: int, encoding: Encoding = EIGHTH) -> StepGraph:
     """`count` storages of 80 bytes, saved at 100, 200, ... and needed in reverse order; each frees itself at once."""
@@ -310,6 +354,13 @@ def test_the_plan_compares_with_a_swap():
     fast = Link(1e12, 1e12)
     assert ENCODE not in plan_step(masks(3), 110, fast, (KEEP, SWAP, ENCODE)).actions
     assert plan_step(masks(3), 110, fast, (KEEP, SWAP, ENCODE), {1: ENCODE}).actions[1] in (ENCODE, KEEP)
+
+
+def test_a_form_that_frees_little_is_dear():
+    """2 ns for 10 bytes, against a swap of 8 ns for 80."""
+    plan = plan_step(masks(3, Encoding(70, 1, 1)), 160, Link(1e9, 1e9, 0.05), (KEEP, SWAP, ENCODE))
+    assert SWAP in plan.actions
+    assert ENCODE not in plan.actions
 
 
 def test_a_planned_step_is_carried_out():

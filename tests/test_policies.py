@@ -11,7 +11,7 @@ from delta.errors import PolicyError
 from delta.policies import load, names, schema
 from delta.types import Action, Cost, Leftover
 
-SHIPPED = ["delta", "delta-paper", "dtr", "keep", "recompute", "swap"]
+SHIPPED = ["delta", "delta-paper", "dtr", "keep", "monet", "recompute", "swap"]
 
 
 def refused(name_or_path, overrides=None):
@@ -170,7 +170,7 @@ def test_neither_name_nor_path(given):
         ("name: x\nbudget: {strict: maybe}\n", ": budget.strict='maybe': input should be a valid boolean"),
         ("name: x\ndirector: {actions: []}\n", ": director.actions=[]: tuple should have at least 1 item"),
         ("name: x\ndirector: {actions: [keep, keep]}\n", ": director.actions: each action may be named once"),
-        ("name: x\ndirector: {actions: [keep, encode]}\n", ": director.actions.1='encode': input should be 'keep'"),
+        ("name: x\ndirector: {actions: [keep, compress]}\n", ": director.actions.1='compress': input should be 'keep'"),
         ("name: x\ndirector: {actions: [keep]}\n", ": planner.kind=profile has nothing to plan"),
         ("name: x\nrules: [{action: keep}]\n", ": rules.0: a rule needs `op` or `module`"),
         ("name: x\nrules: [{op: a, acton: keep}]\n", ": rules.0.acton='keep': unknown key. Did you mean 'action'?"),
