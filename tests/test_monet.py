@@ -285,4 +285,5 @@ def test_training_under_it_has_the_same_numbers_and_holds_the_budget(name):
     assert found.differences(plain) == []
     report = run.report()
     assert sum(report.evictions.values()) > 0
-    assert report.peak_activation_bytes <= 0.62 * report.unevicted_peak_activation_bytes
+    # The batch is a local variable until forward ends: dropped or not, it counts, and the learner does not know.
+    assert report.peak_activation_bytes <= 0.66 * report.unevicted_peak_activation_bytes
