@@ -127,7 +127,7 @@ class PlannerConfig(_Model):
         description="seconds that kind monet may search for a plan; other kinds ignore it",
     )
     gap: float = Field(
-        default=0.02,
+        default=0.05,
         ge=0,
         le=1,
         description="kind monet searches until its plan costs at most this share more than the best; other kinds "

@@ -22,8 +22,8 @@ from delta.planner.task import Task
 from delta.types import Action
 
 ROUNDS = 8  # solved at most this often
-PEAKS = 12  # positions of backward that are bounded anew in one round, at most
-APART = 4  # ... with at least that many needs between two of them
+PEAKS = 6  # positions of backward that are bounded anew in one round, at most
+APART = 8  # ... with at least that many needs between two of them
 
 
 def monet(task: Task) -> Plan:
