@@ -189,6 +189,14 @@ def test_the_limit_is_held_where_the_greedy_planner_cannot():
     assert fits["monet"] > fits["greedy"]
 
 
+@pytest.mark.parametrize("seed", [5, 11, 33])
+def test_a_copy_back_that_a_chain_reads_begins_one_need_earlier(seed):
+    """These fit only where the program knows that."""
+    graph = random_step(seed)
+    task = a_task(graph, graph.unevicted_bytes * 60 // 100, (KEEP, RECOMPUTE, SWAP), Link(1e9, 1e9, 0.3))
+    assert monet(task).peak_bytes <= task.limit_bytes
+
+
 # -- when the solver has nothing --------------------------------------------------------------------------------------
 def test_without_an_answer_the_greedy_plan_stands(monkeypatch):
     monkeypatch.setattr(Program, "solve", lambda self, time_limit_s, gap: None)
@@ -251,6 +259,29 @@ def test_backward_alone_is_what_crosses_into_it():
     assert graph.beside_needs == (9,)
     assert alone.whole_step([KEEP, RECOMPUTE]) == [KEEP, RECOMPUTE, KEEP, KEEP]
     assert monet(replace(task, limit_bytes=158)).evictions == {1: ((1, RECOMPUTE),)}
+
+
+def test_what_has_been_used_for_the_last_time_goes():
+    """w (70 B) is read at need 0 and freed by the program only after need 2, while y and z are made: it goes."""
+    w, y, z = 1, 2, 3
+    log = a_log(
+        [an_op(1, [0], [w]), an_op(2, [w], [y]), an_op(3, [y], [z])],
+        {0: 0, w: 70, y: 20, z: 10},
+        saves=[(w, 1, 1), (y, 2, 2), (z, 3, 3)],
+        needs=[(0, 1), (1, 2), (1, 3), (2, 4)],
+        releases=[(0, 3), (2, 4), (1, 4)],
+        end_ns=5,
+        kinds={0: Kind.PARAMETER},
+    )
+    log.forward_needs, log.needs_before = 3, [0, 1, 2]
+    task = Task(build_graph(log, 0), 1000, LINK, (KEEP, RECOMPUTE), {}, True, EXACT)
+    alone = BackwardOnly(task)
+    assert [alone.task.graph.nodes[number].nbytes for number in alone.task.graph.saved] == [20, 10]
+    assert alone.task.graph.beside_saves == (70, 0)  # w is in use while y is made, and gone before z is there
+    assert monet(task).evictions == {0: ((0, RECOMPUTE),)}
+    kept = BackwardOnly(replace(task, forced={0: KEEP}))
+    assert kept.task.graph.beside_saves == (70, 70)
+    assert kept.whole_step([KEEP, KEEP]) == [KEEP, KEEP, KEEP]
 
 
 # -- policies ---------------------------------------------------------------------------------------------------------

@@ -208,6 +208,8 @@ class Cover:
     def _bound_need(self, p: int, margin: int) -> None:
         graph = self._graph
         back = _Back(self, p)
+        if self._drop and self._swap and p + 1 < len(graph.needs):
+            back.copies_for(_Back(self, p + 1))
         there = graph.beside_needs[p] if graph.beside_needs else 0
         terms = self._leaving(list(self._swap), graph.need_ns[p])
         for v, nbytes in enumerate(self._sizes):
@@ -286,6 +288,13 @@ class _Back:
         if v not in self.present:
             self.present[v] = [self._cover._program.variable()]
         return self.present[v][0]
+
+    def copies_for(self, later: _Back) -> None:
+        """Copies back that the next need's chain reads have begun by now."""
+        for v, variables in later.present.items():
+            if v in self._cover._swap:
+                terms = [(self._presence(v), 1.0), (variables[0], -1.0), (self._cover._swap[v], -1.0)]
+                self._cover._program.at_least(-1, terms)
 
     def _early_copies(self) -> None:
         """Copies back that have to begin before p is served."""
