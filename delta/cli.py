@@ -43,7 +43,7 @@ _BUDGETS = Annotated[
     typer.Option("--budget", help="A share of the unevicted peak (0.5, 50%) or a size; may be repeated."),
 ]
 _LINK = Annotated[str | None, typer.Option(help="Speed of the link to the host each way, as 25GB/s; else the trace's.")]
-_ALLOCATOR = Annotated[str, typer.Option(help="ideal: bytes only; caching: PyTorch's allocator on CUDA, modelled.")]
+_ALLOCATOR = Annotated[str, typer.Option(help="ideal: bytes only; caching: PyTorch's on CUDA; slab: one segment.")]
 _OVERRIDES = Annotated[
     list[str] | None, typer.Option("--set", help="Replace a value of the policies: filter.cost=own; may be repeated.")
 ]

@@ -27,8 +27,8 @@ from delta.errors import PolicyError
 from delta.types import Action, Cost, Leftover
 from delta.units import Bytes, Share, parse_bytes, parse_size
 
-ScoreName = Literal["delta", "delta-paper", "dtr", "msps", "size-staleness", "lru", "size"]
-PlannerName = Literal["profile", "monet", "none"]
+ScoreName = Literal["delta", "delta-paper", "dtr", "coop", "msps", "size-staleness", "lru", "size"]
+PlannerName = Literal["profile", "monet", "optimal-checkpoint", "capuchin", "none"]
 
 _SIZE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
 _SIZE_OR_SHARE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*(([kKmMgGtT][iI]?)?[bB]?|%)\s*$"
@@ -100,7 +100,21 @@ class FilterConfig(_Model):
 
     score: ScoreName = Field(default="delta", description="ranks the candidates; the smallest score is evicted first")
     cost: Cost = Field(default=Cost.ACTION, description="what the score counts as the cost of evicting a storage")
+    choose: Literal["one", "window"] = Field(
+        default="one",
+        description="one: the first in the order of the score; window: neighbours in memory that are cheapest together",
+    )
     min_bytes: NumBytes = Field(default=2**20, description="a storage smaller than this is never evicted")
+
+
+class PlacementConfig(_Model):
+    """Where in memory results go, on a device that lets the policy choose."""
+
+    left: tuple[str, ...] = Field(
+        default=(),
+        description="globs over op names: what these make is cut from the left end of a free block, all else from the "
+        "right; empty: everything from the left",
+    )
 
 
 class DirectorConfig(_Model):
@@ -117,8 +131,7 @@ class PlannerConfig(_Model):
 
     kind: PlannerName = Field(
         default="profile",
-        description="plan the next step from the last one, greedily (profile) or as an integer program (monet); "
-        "none: decide online always",
+        description="which planner plans the next step from the last one; none: decide online always",
     )
     time_limit_s: float = Field(
         default=20.0,
@@ -208,6 +221,7 @@ class Policy(_Model):
     summary: str = Field(default="", description="one line for lists")
     source: str = Field(default="", description="the paper the policy comes from")
     filter: FilterConfig = FilterConfig()
+    placement: PlacementConfig = PlacementConfig()
     director: DirectorConfig = DirectorConfig()
     planner: PlannerConfig = PlannerConfig()
     replay: ReplayConfig = ReplayConfig()
@@ -219,6 +233,11 @@ class Policy(_Model):
     @model_validator(mode="after")
     def _pairs_make_sense(self) -> Self:
         actions = self.director.actions
+        if self.filter.choose == "window" and self.filter.score != "coop":
+            raise ValueError(
+                f"filter.choose=window sums the scores of neighbours, and those of filter.score={self.filter.score} "
+                "make no sum: set filter.score to coop, or filter.choose to one"
+            )
         if self.planner.kind != "none" and set(actions) == {Action.KEEP}:
             raise ValueError(
                 f"planner.kind={self.planner.kind} has nothing to plan while director.actions holds only keep: "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from delta.ledger import Ledger
+from delta.ledger import Ledger, Record
 from delta.types import Cost, Link
 
 
@@ -27,6 +27,7 @@ class Chains:
         self._node: dict[int, int] = {}  # missing record -> its node
         self._parent: list[int] = []
         self._cost_ns: list[int] = []
+        self._askers: dict[int, set[int]] = {}  # class -> who has asked for a cost that its own is part of
 
     def gone(self, record: int, own_ns: int, neighbours: Iterable[int]) -> None:
         """`record` went missing; `neighbours` are the inputs and outputs of its op and of its users."""
@@ -39,23 +40,29 @@ class Chains:
             if neighbour in self._node:
                 self._merge(self._node[neighbour], node)
 
-    def back(self, record: int, own_ns: int) -> None:
-        """`record` is available again."""
+    def back(self, record: int, own_ns: int) -> set[int]:
+        """`record` is available again. Returns those who have asked for a cost that is less now."""
         node = self._node.pop(record, None)
-        if node is not None:
-            root = self._find(node)
-            self._cost_ns[root] = max(0, self._cost_ns[root] - own_ns)
+        if node is None:
+            return set()
+        root = self._find(node)
+        self._cost_ns[root] = max(0, self._cost_ns[root] - own_ns)
+        return self._askers.pop(root, set())
 
-    def cost_ns(self, own_ns: int, near: Iterable[int]) -> int:
+    def cost_ns(self, own_ns: int, near: Iterable[int], asker: int | None = None) -> int:
         """Own cost plus that of every distinct class among the records `near`: c* of the design, section 7, with the
-        inputs of the op."""
+        inputs of the op. `asker`: whom to name when one of the classes costs less."""
         roots = {self._find(self._node[record]) for record in near if record in self._node}
+        if asker is not None:
+            for root in roots:
+                self._askers.setdefault(root, set()).add(asker)
         return own_ns + sum(self._cost_ns[root] for root in roots)
 
     def clear(self) -> None:
         self._node.clear()
         self._parent.clear()
         self._cost_ns.clear()
+        self._askers.clear()
 
     def _find(self, node: int) -> int:
         parent = self._parent
@@ -69,6 +76,10 @@ class Chains:
         if left != right:
             self._parent[left] = right
             self._cost_ns[right] += self._cost_ns[left]
+            fewer, more = sorted((self._askers.pop(root, set()) for root in (left, right)), key=len)
+            if more:
+                more |= fewer
+                self._askers[right] = more
 
 
 def closure_ns(ledger: Ledger, record: int, step: Callable[[int], Iterable[int]]) -> int:
@@ -84,38 +95,103 @@ def closure_ns(ledger: Ledger, record: int, step: Callable[[int], Iterable[int]]
     return total_ns
 
 
-class Ancestry:
-    """For each record, the replay time of its own op and all its evicted ancestors, remembered until one of them is
-    evicted or comes back."""
+class Closures:
+    """For each record that was asked for, the summed own costs of the evicted records that `step` leads to from it,
+    remembered until one of them is evicted, comes back, or is timed anew. `back` is the opposite of `step`."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(
+        self, ledger: Ledger, step: Callable[[int], Iterable[int]], back: Callable[[int], Iterable[int]]
+    ) -> None:
+        self._ledger, self._step, self._back = ledger, step, back
         self._known_ns: dict[int, int] = {}
 
     def cost_ns(self, record: int) -> int:
-        if self._ledger.moved:
-            self._forget_below()
         known = self._known_ns.get(record)
         if known is None:
-            known = own_ns(self._ledger, record) + closure_ns(self._ledger, record, self._ledger.parents)
-            self._known_ns[record] = known
+            known = self._known_ns[record] = closure_ns(self._ledger, record, self._step)
         return known
 
     def clear(self) -> None:
-        """Op times have changed, or the step has ended."""
         self._known_ns.clear()
 
-    def _forget_below(self) -> None:
-        """What is made out of a record that moved, through evicted ones, costs something else now."""
+    def forget(self, moved: Iterable[int]) -> list[int]:
+        """What leads to a record that moved, through evicted ones, costs something else now. Returns whose cost was
+        forgotten."""
+        if not self._known_ns:
+            return []
         ledger = self._ledger
-        seen, todo = set(ledger.moved), [record for record in ledger.moved if record in ledger]
-        ledger.moved.clear()
+        todo = [record for record in moved if record in ledger]
+        seen = set(todo)
+        forgotten = [record for record in todo if self._known_ns.pop(record, None) is not None]
         while todo:
-            for child in ledger.children(todo.pop()):
-                self._known_ns.pop(child, None)
-                if child not in seen and not ledger[child].available:
-                    seen.add(child)
-                    todo.append(child)
+            for near in self._back(todo.pop()):
+                if self._known_ns.pop(near, None) is not None:
+                    forgotten.append(near)
+                if near not in seen and not ledger[near].available:
+                    seen.add(near)
+                    todo.append(near)
+        return forgotten
+
+
+class Costs:
+    """What evicting each record costs in replay time, as DTR's heuristics count it (ICLR 2021, section 4.2). Whose cost
+    may have fallen since it was asked for is told by `Ledger.touched`."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._chains = Chains()
+        self._above = Closures(ledger, ledger.parents, ledger.children)
+        self._below = Closures(ledger, ledger.children, ledger.parents)
+
+    def clear(self) -> None:
+        """The step has ended."""
+        self._chains.clear()
+        self._above.clear()
+        self._below.clear()
+
+    def settle(self) -> None:
+        """Take note of what has moved."""
+        ledger = self._ledger
+        if ledger.moved:
+            ledger.touched.update(self._above.forget(ledger.moved), self._below.forget(ledger.moved))
+            ledger.moved.clear()
+
+    def of(self, kind: Cost, record: int) -> int:
+        """In ns. `ACTION` is the director's to count."""
+        ledger, own = self._ledger, own_ns(self._ledger, record)
+        match kind:
+            case Cost.ANCESTORS:
+                return self.chain_ns(record)
+            case Cost.CLASSES:
+                return self._chains.cost_ns(own, (*ledger.parents(record), *ledger.children(record)), asker=record)
+            case Cost.MAKERS:
+                return self._chains.cost_ns(own, (*ledger.parents(record), *ledger.siblings(record)), asker=record)
+            case Cost.NEIGHBOURHOOD:
+                return self.chain_ns(record) + self._below.cost_ns(record)
+            case _:
+                return own
+
+    def chain_ns(self, record: int) -> int:
+        """Replay time of its own op and all its evicted ancestors."""
+        self.settle()
+        return own_ns(self._ledger, record) + self._above.cost_ns(record)
+
+    def missing(self, rec: Record, of_makers: bool) -> None:
+        """The record's bytes are gone, and somebody could still ask for them. `of_makers`: it joins the classes of what
+        its op reads and makes, else of what its op and its users read and make."""
+        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        if op is None or rec.available or (not rec.handles and not rec.users):
+            return
+        neighbours = [*op.inputs, *op.outputs] if of_makers else list(op.inputs)
+        for user in () if of_makers else rec.users:
+            neighbours += self._ledger.ops[user].outputs
+        self._chains.gone(rec.id, op.cost_ns, neighbours)
+
+    def back(self, rec: Record) -> None:
+        """The record is available again."""
+        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        if op is not None:
+            self._ledger.touched.update(self._chains.back(rec.id, op.cost_ns))
 
 
 def own_ns(ledger: Ledger, record: int) -> int:
@@ -123,20 +199,6 @@ def own_ns(ledger: Ledger, record: int) -> int:
     op_id = ledger[record].op
     op = ledger.ops.get(op_id) if op_id is not None else None
     return op.cost_ns if op is not None else 0
-
-
-def eviction_cost_ns(kind: Cost, ledger: Ledger, chains: Chains, ancestry: Ancestry, record: int) -> int:
-    """What losing the record costs in replay time, as DTR's heuristics count it (ICLR 2021, section 4.2)."""
-    own = own_ns(ledger, record)
-    match kind:
-        case Cost.ANCESTORS:
-            return ancestry.cost_ns(record)
-        case Cost.CLASSES:
-            return chains.cost_ns(own, (*ledger.parents(record), *ledger.children(record)))
-        case Cost.NEIGHBOURHOOD:
-            return ancestry.cost_ns(record) + closure_ns(ledger, record, ledger.children)
-        case _:
-            return own
 
 
 class LinkQueue:

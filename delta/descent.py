@@ -82,8 +82,7 @@ class Descent:
         self._expect(op)
         self._stack.append(op)
         for source in op.inputs:
-            self._ledger[source].pins += 1
-            self._ledger[source].used_ns = now_ns
+            self._ledger.pin(source, now_ns)
 
     def _unpin(self, op: OpInfo) -> None:
         for source in op.inputs:

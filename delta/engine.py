@@ -12,16 +12,18 @@ and what nobody needs goes after every op.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 
 from delta.budget import Budget
 from delta.config import Policy
 from delta.costs import LinkQueue
 from delta.descent import Descent
 from delta.errors import BudgetError
-from delta.learner import Learner
+from delta.layout import Layout
+from delta.learner import AIM, Learner
 from delta.ledger import Host, Ledger, Record
-from delta.planner import PLANNERS, Plan, StepGraph, Task
+from delta.planner import FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
 from delta.room import Room
 from delta.totals import StepSummary, Totals
@@ -50,8 +52,11 @@ MISSED = 1.01
 class Engine:
     """Decides for one session. Not thread-safe: the runtime serialises its events."""
 
-    def __init__(self, policy: Policy, budget: Budget, link: Link, announced: bool = False) -> None:
-        """`announced`: the device tells of every allocation beforehand (`allocating`), so none has to be guessed."""
+    def __init__(
+        self, policy: Policy, budget: Budget, link: Link, announced: bool = False, layout: Layout | None = None
+    ) -> None:
+        """`announced`: the device tells of every allocation beforehand (`allocating`), so none has to be guessed.
+        `layout`: where storages lie, if the device can tell."""
         self.policy = policy
         self._announced = announced
         self.budget = budget
@@ -60,8 +65,12 @@ class Engine:
         self.totals = Totals()
         self.finished_steps: list[StepSummary] = []
         planned = policy.planner.kind != "none"
-        self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None)
-        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals)
+        # Where nothing has to be guessed, nothing is left unused.
+        aim = 1.0 if announced else AIM
+        self.learner = Learner(policy.filter.min_bytes, self._make_plan if planned else None, aim)
+        if policy.planner.kind in FEEDBACK:
+            self.learner.heed_late = self._heed_late
+        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
         self._largest_bytes = 0
@@ -124,7 +133,7 @@ class Engine:
         """An op was recorded; all its records have been created."""
         self.ledger.add_op(op)
         for output in op.outputs:
-            self._room.makers[output] = (op.name, module)
+            self._room.candidates.makers[output] = (op.name, module)
         records = [self.ledger[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
 
@@ -136,11 +145,11 @@ class Engine:
     @property
     def encodes(self) -> bool:
         """Whether it is of use to tell which records have an encoded form."""
-        return self._room.encodes
+        return self._room.candidates.encodes
 
     def encodable(self, record: int, encoding: Encoding) -> None:
         """The record, which is about to be saved, can be kept in a smaller form."""
-        if self._room.encodes and encoding.nbytes < self.ledger[record].nbytes:
+        if self._room.candidates.encodes and encoding.nbytes < self.ledger[record].nbytes:
             self._room.offer(self.ledger[record], encoding)
 
     def saved(self, record: int, signature: int, now_ns: int) -> list[Instruction]:
@@ -153,7 +162,7 @@ class Engine:
         self.learner.packed(signature, now_ns - self._lost_ns)
         first = rec.saved_at < 0
         alone = self.ledger.save(record, len(self._recall.by_order))
-        rec.used_ns = now_ns
+        self.ledger.use(record, now_ns)
         if not first:
             return self._saved_again(rec, alone) + self._room.make(0, now_ns)
         if not self.learner.given_up:
@@ -169,7 +178,7 @@ class Engine:
             self.ledger.hold(record)
             out.append(Hold(record))
         if (plan := self.learner.plan) is not None and not self._announced:
-            out += self._room.follow(rec, plan, now_ns)
+            out += self._room.following.saved(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
         return out + self._room.make(0 if self._announced else self._largest_bytes, now_ns, guess=True)
 
@@ -178,7 +187,7 @@ class Engine:
         if not alone or rec.available or rec.kind is Kind.PARAMETER:
             return []
         self.ledger.hold(rec.id)
-        self._room.back(rec)
+        self._room.candidates.back(rec)
         return [Hold(rec.id)]
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
@@ -225,7 +234,7 @@ class Engine:
             self.ledger.let_go(old)
             out.append(Release(old))
         self.ledger.gone(old)
-        self._room.missing(rec)
+        self._room.candidates.missing(rec)
         return out
 
     def version_ended(self, old: int) -> list[Instruction]:
@@ -239,15 +248,14 @@ class Engine:
             return []
         self.loose(record)
         self.ledger.gone(record)
-        self._room.missing(self.ledger[record])
+        self._room.candidates.missing(self.ledger[record])
         return self._bury([record])
 
     # -- backward -------------------------------------------------------------------------------------------------
     def need(self, handle: int, now_ns: int) -> list[Instruction]:
         """Backward asks for the record of a handle. It stays pinned until `served`."""
         rec = self.ledger[self.ledger.resolve(handle)]
-        rec.pins += 1
-        rec.used_ns = now_ns
+        self.ledger.pin(rec.id, now_ns)
         if rec.kind is Kind.PARAMETER:
             return []
         if self.learner.in_step and rec.saved_at >= 0:
@@ -294,7 +302,7 @@ class Engine:
         for record in made:
             rec = self.ledger[record]
             self.ledger.hold(record)
-            self._room.back(rec)
+            self._room.candidates.back(rec)
             self.totals.recomputed_bytes += rec.nbytes
         self._descent.ran()
         out: list[Instruction] = []
@@ -333,7 +341,13 @@ class Engine:
         the storages let go of are still alive.
         """
         here = self._learned_positions()
-        return self._room.let_go_after(here, self._recall.by_order, now_ns) + self._recall.prefetch(here, now_ns)
+        if self._announced:
+            self.learner.turn_ended(now_ns - self._lost_ns)
+            if (plan := self.learner.plan) is not None and plan.rehearsed:
+                gone = self._room.following.after_turn(now_ns)
+                going_bytes = sum(self.ledger[each.record].nbytes for each in gone if isinstance(each, Drop))
+                return gone + self._recall.after_turn(going_bytes, now_ns)
+        return self._room.following.needed(here, now_ns) + self._recall.prefetch(here, now_ns)
 
     def _learned_positions(self) -> range:
         """Positions of the needs served since this was last asked."""
@@ -372,7 +386,7 @@ class Engine:
         """The copy out did not happen: the device copy is still the value."""
         self.ledger.set_host(record, Host.NONE)
         if host_full:
-            self._room.host_full = True
+            self._room.candidates.host_full = True
         else:
             self.totals.warn("copy", "a copy to the host failed; the tensor was kept on the device")
         return self._settle(record)
@@ -385,6 +399,12 @@ class Engine:
         self.totals.swapped_in_bytes += rec.nbytes
         return self._settle(record)
 
+    def late(self, record: int) -> None:
+        """A value was needed while its copy back was still under way."""
+        order = self.ledger[record].saved_at
+        if order >= 0:
+            self.learner.waited_for(order)
+
     def copy_in_failed(self, record: int) -> None:
         """The copy back did not happen; the host copy is still whole."""
         self.ledger.back_failed(record)
@@ -395,15 +415,24 @@ class Engine:
 
     def host_room(self) -> None:
         """Host memory was given back: swapping may be tried again."""
-        self._room.host_full = False
+        self._room.candidates.host_full = False
 
     def pressure(self, now_ns: int) -> list[Instruction]:
         """The limit may have changed (a device budget follows what else is in use)."""
         return self._room.make(0, now_ns)
 
-    def evict_one(self, now_ns: int) -> list[Instruction]:
-        """There is room, but not in one piece: let the filter's first choice go. Empty if nothing can."""
-        return self._room.evict(1, now_ns)
+    def make_place(self, nbytes: int, now_ns: int) -> list[Instruction]:
+        """A request for `nbytes` found no room in one piece: let go of what is in its way. Empty if nothing can."""
+        return self._room.make_place(nbytes, now_ns)
+
+    def from_right(self, op: str) -> bool:
+        """Whether what an op makes should lie at the right end of the free block it is cut from."""
+        dear = self.policy.placement.left
+        return bool(dear) and not any(fnmatchcase(op, pattern) for pattern in dear)
+
+    def maker(self, record: int) -> str:
+        """The name of the op that made a record; "" if none is known."""
+        return self._room.candidates.makers.get(record, ("", ""))[0]
 
     def rescue(self, now_ns: int) -> list[Instruction]:
         """The device is out of memory: evict everything that can go at once."""
@@ -420,7 +449,7 @@ class Engine:
         lets_go = (rec.held or rec.encoded_bytes > 0) and (self._drops_source(rec) or not self.ledger.needed(record))
         if lets_go:
             self.ledger.let_go(record)
-            self._room.missing(rec)
+            self._room.candidates.missing(rec)
         buried = self._bury([record])
         if lets_go and record in self.ledger:  # what was only an encoded form is forgotten at once
             return [Release(record), *buried]
@@ -428,7 +457,9 @@ class Engine:
 
     def _drops_source(self, rec: Record) -> bool:
         """Whether a record without handles goes although the recipe of a missing one reads it."""
-        return self.policy.replay.sources is Leftover.DROP and self.ledger.recoverable(rec.id)
+        plan = self.learner.plan
+        drops = self.policy.replay.sources is Leftover.DROP or (plan is not None and plan.rehearsed)
+        return drops and self.ledger.recoverable(rec.id)
 
     def _settle_temporary(self, record: int) -> list[Instruction]:
         """After a replay: what has no handle and no further reader in the chain goes at once."""
@@ -440,7 +471,7 @@ class Engine:
         if not self.ledger.recoverable(record):
             return []
         self.ledger.let_go(record)
-        self._room.missing(rec)
+        self._room.candidates.missing(rec)
         return [Release(record)]
 
     def _bury(self, records: Iterable[int]) -> list[Instruction]:
@@ -450,7 +481,7 @@ class Engine:
     def _let_go_idle(self, forgotten: list[int], idle: list[int]) -> list[Instruction]:
         out: list[Instruction] = [Forget(record) for record in forgotten]
         for record in forgotten:
-            self._room.makers.pop(record, None)
+            self._room.candidates.makers.pop(record, None)
         for record in idle:
             self.ledger.let_go(record)
             out.append(Release(record))
@@ -506,7 +537,7 @@ class Engine:
             return {}
         forced = {}
         for order, record in enumerate(self._recall.by_order):
-            action = self._room.director.ruled(*self._room.makers.get(record, ("", "")))
+            action = self._room.candidates.director.ruled(*self._room.candidates.makers.get(record, ("", "")))
             if action is not None:
                 forced[order] = action
         return forced
@@ -517,3 +548,6 @@ class Engine:
             graph, limit_bytes, self.queue.link, policy.director.actions, forced, self._announced, policy.planner
         )
         return PLANNERS[policy.planner.kind](task)
+
+    def _heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:
+        return FEEDBACK[self.policy.planner.kind](plan, graph, self.queue.link, late)

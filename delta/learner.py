@@ -9,7 +9,7 @@ least over the recorded steps: a first run pays page faults and cold caches that
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
@@ -23,6 +23,7 @@ LONGEST = 100_000  # saved tensors in a step that is still followed; something k
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
+HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
 
 
 @dataclass(slots=True)
@@ -33,13 +34,13 @@ class Profile:
     graph: StepGraph
     unevicted_peak_bytes: int
     forced: Mapping[int, Action]
+    squeeze: float  # plans aim at this share of the limit; less after a step whose peak was over it
     plan: Plan | None = None
     idle: bool = False
     refined: int = 0
     tightened: int = 0
     relaxed: int = 0
     planned_for_bytes: int = 0  # the limit at the last planning
-    squeeze: float = AIM  # plans aim at this share of the limit; less after a step whose peak was over it
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class Learner:
 
     min_bytes: int
     make_plan: MakePlan | None
+    aim: float = AIM  # plans aim at this share of the limit at first
     profiles: list[Profile] = field(default_factory=list)  # last used first
     current: Profile | None = None
     mode: Mode = Mode.OBSERVE
@@ -57,11 +59,18 @@ class Learner:
     missed: bool = False  # a step was new but not recorded whole: the next ones are, until a new one has been learned
     began_ns: int | None = None
     given_up: bool = False  # this step is too long to be learned from
+    heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
+    late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
 
     @property
     def position(self) -> int:
         """Number of needs so far."""
         return len(self.log.needs)
+
+    @property
+    def turn(self) -> int:
+        """Number of turns that have ended."""
+        return len(self.log.turn_ends)
 
     @property
     def in_step(self) -> bool:
@@ -173,6 +182,11 @@ class Learner:
             return
         self.log.needs.append((order, now_ns - (self.began_ns or 0)))
 
+    def waited_for(self, order: int) -> None:
+        """The copy back of this save order was still under way, or not even begun, when its value was needed."""
+        if self.mode is Mode.PLANNED:
+            self.late.add(order)
+
     def backward_began(self) -> None:
         self.log.forward_needs = len(self.log.needs)
 
@@ -180,6 +194,12 @@ class Learner:
         if self.given_up:
             return
         self.log.releases.append((order, len(self.log.needs)))
+        self.log.released_in.append(len(self.log.turn_ends))
+
+    def turn_ended(self, now_ns: int) -> None:
+        """What an op of the program needed has been served, and the op has run."""
+        if not self.given_up:
+            self.log.turn_ends.append((len(self.log.needs), len(self.log.ops), now_ns - (self.began_ns or 0)))
 
     # -- its end --------------------------------------------------------------------------------------------------
     def end(
@@ -200,7 +220,8 @@ class Learner:
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
         if profile is None and log.needs and (self.recorded or fitted):
-            profile = Profile(tuple(log.signatures), build_graph(log, self.min_bytes), unevicted_peak_bytes, forced)
+            graph = build_graph(log, self.min_bytes)
+            profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim)
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]
             self._plan(profile, limit_bytes, fitted)
@@ -220,6 +241,7 @@ class Learner:
         self.mode = Mode.OBSERVE
         self.began_ns = None
         self.given_up = False
+        self.late.clear()
 
     def _profile_of_step(self) -> Profile | None:
         whole = tuple(self.log.signatures)
@@ -236,12 +258,13 @@ class Learner:
         """A step like one before: better op times, and a tighter plan if its peak was over the limit."""
         if profile.idle or limit_bytes is None:
             return
+        exact = profile.plan is not None and profile.plan.rehearsed
         again = False
         if self.recorded and profile.refined < REFINEMENTS:
             profile.refined += 1
-            profile.graph = refine(profile.graph, build_graph(self.log, self.min_bytes))
-            again = True
-        if peak_bytes > limit_bytes and profile.tightened < TIGHTENINGS:
+            known, profile.graph = profile.graph, refine(profile.graph, build_graph(self.log, self.min_bytes))
+            again = not exact or profile.graph.ops != known.ops
+        if peak_bytes > limit_bytes and not exact and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             profile.squeeze = max(0.9, profile.squeeze * limit_bytes / peak_bytes)
             again = True
@@ -250,6 +273,8 @@ class Learner:
             again = True
         if again:
             self._plan(profile, limit_bytes, fitted=False)
+        if self.late and self.heed_late is not None and profile.plan is not None:
+            profile.plan = self.heed_late(profile.plan, profile.graph, self.late)
 
 
 def refine(old: StepGraph, new: StepGraph) -> StepGraph:

@@ -78,9 +78,10 @@ class Ledger:
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}
         self.ops: dict[int, OpInfo] = {}
-        self.held: dict[int, None] = {}  # the records Delta holds, the one that was in use last at the end
-        self.dead_ends: set[int] = set()  # records Delta does not have and no replay makes
-        self.moved: set[int] = set()  # records that Delta got or lost since somebody last took note and cleared this
+        self.held: dict[int, int] = {}  # the records Delta holds, in the order of their last uses, and its numbers
+        self.dead_ends: set[int] = set()  # records that an op reads, Delta does not have and no replay makes
+        self.moved: set[int] = set()  # what others cost may have changed by these since somebody last cleared this
+        self.touched: set[int] = set()  # these may go or stay now, or have been used, since somebody last cleared this
         self.resident_bytes = 0
         self.unevicted_bytes = 0
         self.leaving_bytes = 0
@@ -90,6 +91,7 @@ class Ledger:
         self._outputs_left: dict[int, int] = {}
         self._made_bytes: dict[int, int] = {}
         self._successors: dict[int, int] = {}
+        self._uses = 0
 
     def __getitem__(self, record: int) -> Record:
         return self.records[record]
@@ -104,7 +106,7 @@ class Ledger:
             raise LedgerError(f"record {record} exists")
         made = Record(record, nbytes, kind, used_ns=now_ns)
         self.records[record] = made
-        self._look_for_dead_end(made)
+        self._went_or_came(made)
         return made
 
     def add_op(self, op: OpInfo) -> None:
@@ -120,9 +122,10 @@ class Ledger:
             self.records[output].op = op.id
         for source in op.inputs:
             self.records[source].users.add(op.id)
+            self._look_for_dead_end(self.records[source])
         self.ops[op.id] = op
         for output in op.outputs:
-            self._look_for_dead_end(self.records[output])
+            self._went_or_came(self.records[output])
         self._outputs_left[op.id] = len(op.outputs)
         self._made_bytes[op.id] = sum(self.records[output].nbytes for output in op.outputs)
 
@@ -130,6 +133,7 @@ class Ledger:
         """The device has told how long an op took, after the fact."""
         if op in self.ops:
             self.ops[op] = replace(self.ops[op], cost_ns=cost_ns)
+            self._change(*self.ops[op].outputs)
 
     # -- handles --------------------------------------------------------------------------------------------------
     def save(self, record: int, order: int) -> bool:
@@ -142,6 +146,7 @@ class Ledger:
             rec.saved_at = order
         if rec.handles == 1:
             self._count_unevicted(rec)
+        self.touched.add(record)
         return rec.handles == 1
 
     def unsave(self, record: int) -> bool:
@@ -187,9 +192,9 @@ class Ledger:
         with self._recount(rec, peak=not soon):
             rec.held = True
             rec.alive = True
-        self.held[record] = None
+        self._put_last(record)
         self._discard_encoded(rec)
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
 
     def let_go(self, record: int) -> None:
         """Delta gives up its reference, or the encoded form; the storage stays alive while somebody else uses it."""
@@ -206,7 +211,7 @@ class Ledger:
         with self._recount(rec):
             rec.held = rec.being_encoded = False
         self.held.pop(record, None)
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
 
     def gone(self, record: int) -> None:
         """The storage was freed on the device, or overwritten by a newer version."""
@@ -215,14 +220,30 @@ class Ledger:
             raise LedgerError(f"record {record} is held and cannot be gone")
         with self._recount(rec):
             rec.alive = False
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
+
+    def use(self, record: int, now_ns: int) -> None:
+        """Somebody asks for the record, or has just made it."""
+        self.records[record].used_ns = now_ns
+        self.touched.add(record)
+
+    def pin(self, record: int, now_ns: int) -> None:
+        """A use of the record begins: until it ends the record stays."""
+        self.records[record].pins += 1
+        self.use(record, now_ns)
 
     def unpin(self, record: int) -> None:
         """One use of the record has ended."""
         rec = self.records[record]
         rec.pins -= 1
         if rec.held and not rec.pins:
-            self.held[record] = self.held.pop(record)
+            self._put_last(record)
+            self.touched.add(record)
+
+    def _put_last(self, record: int) -> None:
+        self._uses += 1
+        self.held.pop(record, None)
+        self.held[record] = self._uses
 
     # -- the encoded form -----------------------------------------------------------------------------------------
     def encode(self, record: int) -> None:
@@ -288,7 +309,7 @@ class Ledger:
         if state is Host.LEAVING:
             self.leaving_bytes += rec.nbytes
         rec.host = state
-        self._look_for_dead_end(rec)
+        self._went_or_came(rec)
 
     def back_failed(self, record: int) -> None:
         """A copy back came to nothing: its destination is gone, pinned or not; the host copy is as whole as before."""
@@ -299,6 +320,7 @@ class Ledger:
         with self._recount(rec):
             rec.held = rec.alive = False
         del self.held[record]
+        self.touched.add(record)
 
     # -- questions ------------------------------------------------------------------------------------------------
     def recoverable(self, record: int, grasp: bool = False) -> bool:
@@ -345,6 +367,12 @@ class Ledger:
         op_id = self.records[record].op
         op = self.ops.get(op_id) if op_id is not None else None
         return op.inputs if op is not None else ()
+
+    def siblings(self, record: int) -> tuple[int, ...]:
+        """The records its op makes, itself among them."""
+        op_id = self.records[record].op
+        op = self.ops.get(op_id) if op_id is not None else None
+        return op.outputs if op is not None else ()
 
     def children(self, record: int) -> list[int]:
         """The records whose ops read it."""
@@ -413,8 +441,10 @@ class Ledger:
                 idle[rec.id] = None
             elif not rec.alive:
                 self._discard_encoded(rec)
+                self._change(*self.parents(rec.id))
                 del self.records[rec.id]
-                self.dead_ends.discard(rec.id)
+                for known in (self.dead_ends, self.moved, self.touched):
+                    known.discard(rec.id)
                 forgotten.append(rec.id)
                 if rec.op is not None:
                     todo += self._output_left(rec.op)
@@ -428,6 +458,8 @@ class Ledger:
         self._outputs_left.clear()
         self._made_bytes.clear()
         self._successors.clear()
+        self.moved.clear()
+        self.touched.clear()
         for rec in self.records.values():
             rec.op = None
             rec.users.clear()
@@ -443,8 +475,8 @@ class Ledger:
                 rec.kind = Kind.ACTIVATION
                 self._count_unevicted(rec)
             rec.held = True
-        self.held[record] = None
-        self._look_for_dead_end(rec)
+        self._put_last(record)
+        self._went_or_came(rec)
 
     def restart_peaks(self) -> None:
         """Begin the peaks anew from what is there now."""
@@ -480,13 +512,14 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} has {rec.handles} handles and {rec.pins} pins")
             if rec.handles and not rec.available and not rec.alive and not self.recoverable(rec.id):
                 raise LedgerError(f"record {rec.id} is saved, gone, and cannot be brought back")
-        if self.dead_ends != {r.id for r in records if not r.available and (r.is_root or not self._replayable(r))}:
-            raise LedgerError("the list of dead ends differs from what the records say")
-        if set(self.held) != {r.id for r in records if r.held}:
-            raise LedgerError("the list of held records differs from what the records say")
         for op in self.ops.values():
             if any(source not in self.records or op.id not in self.records[source].users for source in op.inputs):
                 raise LedgerError(f"op {op.id} reads a record that does not list it")
+        dead_ends = {r.id for r in records if r.users and not r.available and (r.is_root or not self._replayable(r))}
+        if self.dead_ends != dead_ends:
+            raise LedgerError("the list of dead ends differs from what the records say")
+        if set(self.held) != {r.id for r in records if r.held}:
+            raise LedgerError("the list of held records differs from what the records say")
         for op_id, left in self._outputs_left.items():
             if left != sum(output in self.records for output in self.ops[op_id].outputs):
                 raise LedgerError(f"op {op_id} counts {left} outputs wrongly")
@@ -495,14 +528,22 @@ class Ledger:
         op = self.ops.get(rec.op) if rec.op is not None else None
         return op is not None and op.replayable
 
+    def _went_or_came(self, rec: Record) -> None:
+        self._change(rec.id)
+        self._look_for_dead_end(rec)
+
     def _look_for_dead_end(self, rec: Record) -> None:
-        self.moved.add(rec.id)
-        if rec.available or (self._replayable(rec) and not rec.is_root):
+        if rec.available or not rec.users or (self._replayable(rec) and not rec.is_root):
             self.dead_ends.discard(rec.id)
         else:
             self.dead_ends.add(rec.id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+    def _change(self, *records: int) -> None:
+        """What these records cost, and what others cost by them, may have changed."""
+        self.moved.update(records)
+        self.touched.update(records)
+
     def _output_left(self, op_id: int) -> Iterator[int]:
         """One output of an op was forgotten; when it was the last, the op goes and its inputs may follow."""
         if op_id not in self._outputs_left:
@@ -513,6 +554,7 @@ class Ledger:
         del self._outputs_left[op_id], self._made_bytes[op_id]
         for source in set(self.ops.pop(op_id).inputs):
             self.records[source].users.discard(op_id)
+            self._look_for_dead_end(self.records[source])
             yield source
 
     def _count_unevicted(self, rec: Record) -> None:

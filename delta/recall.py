@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Literal
 
 from delta.config import Policy
@@ -31,7 +32,7 @@ class Recall:
             return []
         if rec.alive:  # let go of, but somebody else kept it: no need to make it again
             self._ledger.hold(rec.id)
-            self._room.back(rec)
+            self._room.candidates.back(rec)
             return [Hold(rec.id)]
         if rec.encoded_bytes:
             out = self._room.make(rec.nbytes, now_ns)
@@ -47,7 +48,7 @@ class Recall:
         self._ledger.set_host(rec.id, Host.COMING)
         self._ledger.hold(rec.id, soon=True)
         self._queue.begin_in(rec.nbytes, now_ns)
-        rec.used_ns = now_ns
+        self._ledger.use(rec.id, now_ns)
         return SwapIn(rec.id)
 
     def prefetch(self, here: range, now_ns: int) -> list[Instruction]:
@@ -78,6 +79,24 @@ class Recall:
         self._late = waiting if plan is not None else []
         return out
 
+    def after_turn(self, going_bytes: int, now_ns: int) -> list[Instruction]:
+        """Start the copies back that a rehearsal puts after the turn that has just ended. `going_bytes` are about to
+        be let go of."""
+        plan = self._learner.plan
+        moves = plan.moves.get(self._learner.turn - 1) if plan is not None else None
+        out: list[Instruction] = []
+        waiting: list[int] = []
+        for order in (*self._late, *(moves.coming if moves is not None else ())):
+            rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
+            if rec is None or rec.held or rec.host is not Host.WHOLE:
+                continue
+            if self._fits(rec.nbytes - going_bytes, "auto"):
+                out.append(self.swap_in(rec, now_ns))
+            else:
+                waiting.append(order)
+        self._late = waiting
+        return out
+
     def _fits(self, nbytes: int, window: int | Literal["auto"]) -> bool:
         coming = sum(r.nbytes for r in self._ledger.records.values() if r.host is Host.COMING)
         if window != "auto" and coming + nbytes > window:
@@ -87,9 +106,11 @@ class Recall:
 
     def _next_swapped(self) -> list[int]:
         """Without a plan: the last saved is most likely needed next, so look at the two newest that are swapped."""
-        swapped = [
+        swapped = (
             order
-            for order, record in enumerate(self.by_order)
-            if (rec := self._ledger.records.get(record)) is not None and rec.host is Host.WHOLE and not rec.held
-        ]
-        return swapped[:-3:-1]
+            for order in reversed(range(len(self.by_order)))
+            if (rec := self._ledger.records.get(self.by_order[order])) is not None
+            and rec.host is Host.WHOLE
+            and not rec.held
+        )
+        return list(islice(swapped, 2))

@@ -27,6 +27,7 @@ class Cost(StrEnum):
     OWN = "own"  # of its op alone: h_DTR-local
     ANCESTORS = "ancestors"  # of its op and all missing ancestors: MSPS
     CLASSES = "classes"  # of its op and the union-find classes of its missing neighbours: h_DTR-eq
+    MAKERS = "makers"  # of its op and the union-find classes of what that needs and also makes: Coop
     NEIGHBOURHOOD = "neighbourhood"  # of its op, all missing ancestors and all missing descendants: h_DTR with e*
 
 

@@ -55,6 +55,6 @@ class AnnouncedWrites:
         core = self._core
         with core.entered():
             plain = [tensor for tensor in written if is_plain(tensor)]
-            preserved = core.before_overwrite(plain)
-            core.versions_ended(core.overwritten(plain, preserved))
+            preserved = core.writes.begin(plain)
+            core.writes.settle(core.writes.end(plain, preserved))
         self._increment(written)

@@ -25,7 +25,7 @@ from torch import Tensor
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.ledger import Host
-from delta.runtime.device.base import Device, Ticket
+from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.persistent import Persistent
 from delta.runtime.rawmem import sole_owner
@@ -35,6 +35,7 @@ from delta.runtime.slots import Slot, StorageRef
 from delta.runtime.swap import Swap
 from delta.runtime.view import is_shared
 from delta.runtime.watch import Watch
+from delta.runtime.writes import Writes
 from delta.timeline import Timeline
 from delta.types import (
     AwaitOut,
@@ -70,6 +71,7 @@ class Core:
         self.swap = Swap(self)
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)
+        self.writes = Writes(self)
         self.slots: dict[int, Slot] = {}
         self.stall_ns = 0
         self.overhead_ns = 0
@@ -240,44 +242,6 @@ class Core:
         self.untrack(ref)
         self._inbox.append(("gone", ref.record))
 
-    # -- writes in place ------------------------------------------------------------------------------------------
-    def before_overwrite(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Storages about to be written; returns the records whose old version was saved from it."""
-        preserved = set()
-        for tensor in tensors:
-            record = self.known(tensor)
-            if record is None or record in preserved:
-                continue
-            for instruction in self.engine.before_overwrite(record, time.perf_counter_ns()):
-                self.run([instruction])
-                if isinstance(instruction, Preserve):
-                    preserved.add(record)
-        return preserved
-
-    def overwritten(self, tensors: Iterable[Tensor], preserved: set[int]) -> dict[int, int]:
-        """Storages were written: each becomes a new record. Returns old -> new."""
-        versions: dict[int, int] = {}
-        for tensor in tensors:
-            old = self._records.get(tensor.untyped_storage()._cdata)
-            if old is None or old in versions or old in versions.values():
-                continue
-            self.slots[old].seen = None  # this write is known of
-            rec = self.engine.ledger[old]
-            if not rec.users and not rec.handles and rec.op is None:
-                continue  # no recipe reads or makes the old version: the record can go on as it is
-            kind = Kind.PARAMETER if self.persistent.holds(tensor) else Kind.ACTIVATION
-            new = self.create(tensor, kind)
-            versions[old] = new
-            if old not in preserved:
-                self.slots[old].ref = None
-            self.run(self.engine.overwritten(old, new, old in preserved, time.perf_counter_ns()))
-        return versions
-
-    def versions_ended(self, versions: Iterable[int]) -> None:
-        """The op that made new versions out of these has been recorded, or will not be."""
-        for old in versions:
-            self.run(self.engine.version_ended(old))
-
     # -- idle steps -------------------------------------------------------------------------------------------------
     def watching(self) -> bool:
         """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""
@@ -363,16 +327,6 @@ class Core:
                 "block."
             )
         return storage
-
-    def refuse_written(self, op: OpInfo) -> None:
-        """Raise where an input of an op that is to be replayed has been written since, and nobody told."""
-        for source in op.inputs:
-            if self.slots[source].written_unseen:
-                raise StorageModifiedError(
-                    f"a dropped tensor cannot be made again: {op.name} would read {self.engine.ledger[source].nbytes} "
-                    "bytes that were written after forward where Delta does not see it (by another thread, or by C++ "
-                    "code in backward). Write them after backward, or write into a clone."
-                )
 
     def rescued(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the user's op; out of device memory, evict all that can go and run it once more (rule 13)."""
@@ -467,17 +421,6 @@ class Core:
         self.stall_ns += ended_ns - began_ns
         self.spent(ended_ns - began_ns)
         self.emit("waited", record=record, start_ns=began_ns, end_ns=ended_ns, why=why)
-
-    def copied(self, record: int, ticket: Ticket) -> None:
-        ended_ns = ticket.finished_ns or time.perf_counter_ns()
-        self.emit(
-            "copied",
-            record=record,
-            nbytes=ticket.nbytes,
-            direction=ticket.direction,
-            start_ns=ticket.started_ns,
-            end_ns=ended_ns,
-        )
 
     def _measure(self) -> None:
         """Follow what the process uses besides counted activations, for a budget on the whole device."""

@@ -64,9 +64,9 @@ class Recorder(TorchDispatchMode):
         core = self._core
         with core.entered():
             written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
-            preserved = core.before_overwrite(written)
+            preserved = core.writes.begin(written)
             result = core.rescued(func, args, kwargs)
-            core.versions_ended(core.overwritten(written, preserved))
+            core.writes.settle(core.writes.end(written, preserved))
             if keep_track:
                 self._products(results_of(result), [], {})
         return result
@@ -78,21 +78,21 @@ class Recorder(TorchDispatchMode):
         with core.entered():
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
-            preserved = core.before_overwrite(written)
+            preserved = core.writes.begin(written)
             generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
             began_ns, mark = time.perf_counter_ns(), core.clock.start()
             result = core.rescued(func, args, kwargs)
             token = core.clock.stop(mark)
             core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)
-            new_versions = core.overwritten(written, preserved)
+            new_versions = core.writes.end(written, preserved)
             products = self._products(results, call.tensors, new_versions)
             if products:
                 recipe = None
                 if inputs is not None and self._replayable(facts, results, generator):
                     recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state)
                 core.recorded(self._op(facts, recipe, products, new_versions), recipe, token)
-            core.versions_ended(new_versions)
+            core.writes.settle(new_versions)
         return result
 
     def _op(

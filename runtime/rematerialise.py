@@ -35,7 +35,7 @@ class Rematerialiser:
         core.run(engine.before_replay(op, time.perf_counter_ns()))
         for source in op.inputs:
             core.ready(source)
-        core.refuse_written(op)
+        core.writes.refuse_unseen(op)
         wanted, stolen = engine.made_again(op), engine.stealable(op)
         recipe = next(slot.recipe for r in op.outputs if (slot := core.slots.get(r)) is not None and slot.recipe)
         began_ns = time.perf_counter_ns()

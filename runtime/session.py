@@ -21,6 +21,7 @@ from delta.engine import Engine
 from delta.errors import BudgetError, NestedSessionError
 from delta.policies.loader import load
 from delta.report import Report
+from delta.runtime.addresses import DeviceAddresses
 from delta.runtime.compiled import AnnouncedWrites, compiled_calls
 from delta.runtime.core import Core
 from delta.runtime.daemon import Daemon
@@ -164,8 +165,11 @@ class evict(ContextDecorator):
         budget = self._limit(device)
         timeline = Timeline(self._timeline, self._header(device))
         undo.callback(timeline.close)
-        engine = Engine(self.policy, budget, _link(device, budget))
+        addresses = self._addresses(device)
+        engine = Engine(self.policy, budget, _link(device, budget), layout=addresses)
         core = Core(engine, device, Persistent(model), timeline)
+        if addresses is not None:
+            addresses.follow(core.slots)
         undo.pop_all()  # from here on the core closes them, when the last handle has died
         self._core = core
         stack.callback(core.close)
@@ -189,6 +193,11 @@ class evict(ContextDecorator):
         switch.follow()
         pair = hooks if self._tracer is None else self._tracer
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pair.pack, pair.unpack))
+
+    def _addresses(self, device: Device) -> DeviceAddresses | None:
+        """Where storages lie, if the policy asks and the device can tell."""
+        wanted = self.policy.filter.choose == "window" and device.memory_blocks() is not None
+        return DeviceAddresses(device) if wanted else None
 
     def _limit(self, device: Device) -> Budget:
         if self._budget is None:

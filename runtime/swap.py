@@ -16,6 +16,7 @@ from delta.errors import HostFullError, SwapError
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
+    from delta.runtime.device.base import Ticket
 
 
 class Swap:
@@ -73,7 +74,7 @@ class Swap:
             self._core.run(self._core.engine.copy_out_failed(record, issubclass(failed, HostFullError)))
             return
         slot.block = ticket.block
-        self._core.copied(record, ticket)
+        self._tell(record, ticket)
         self._core.run(self._core.engine.copied_out(record))
 
     def back(self, record: int) -> None:
@@ -92,6 +93,7 @@ class Swap:
     def await_back(self, record: int) -> None:
         """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed."""
         began_ns = time.perf_counter_ns()
+        self._core.engine.late(record)
         try:
             self._wait_back(record)
         except SwapError:
@@ -123,7 +125,7 @@ class Swap:
         ticket, slot.coming = slot.coming, None
         self._coming.remove(record)
         assert ticket is not None
-        self._core.copied(record, ticket)
+        self._tell(record, ticket)
         self._core.run(self._core.engine.copied_in(record))
 
     def poll(self) -> None:
@@ -146,3 +148,14 @@ class Swap:
             except SwapError:
                 if not self._core.engine.ledger[record].pins:  # else `await_back` is about to find it, and to ask again
                     self._back_failed(record)
+
+    def _tell(self, record: int, ticket: Ticket) -> None:
+        """A copy has ended."""
+        self._core.emit(
+            "copied",
+            record=record,
+            nbytes=ticket.nbytes,
+            direction=ticket.direction,
+            start_ns=ticket.started_ns,
+            end_ns=ticket.finished_ns or time.perf_counter_ns(),
+        )

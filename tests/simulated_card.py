@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta.runtime.device.accelerator import Event, Stream
+from delta.runtime.device.base import MemoryBlock
 from delta.runtime.host import Slab, SlabSource
 
 Work = Callable[[], bool]  # does its thing and says True; False: not yet
@@ -180,6 +181,13 @@ class SimulatedCard:
 
     def total_bytes(self) -> int:
         return 2**30
+
+    def memory_blocks(self) -> list[MemoryBlock]:
+        """What the card gave out, each in a segment of its own."""
+        return [
+            MemoryBlock(memory.address, len(memory.content), memory.address, memory.dropped)
+            for memory in sorted(self.given_out, key=lambda memory: memory.address)
+        ]
 
     def empty_cache(self) -> None:
         self.emptied += 1

@@ -5,7 +5,7 @@ from builders import a_ledger, an_op
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta.costs import Ancestry, Chains, LinkQueue, closure_ns, eviction_cost_ns, own_ns
+from delta.costs import Chains, Costs, LinkQueue, closure_ns, own_ns
 from delta.ledger import Ledger
 from delta.types import Cost, Kind, Link
 
@@ -60,6 +60,21 @@ def test_classes_are_never_split_which_is_the_published_error():
     chains = missing_chain()
     chains.back(2, 7)
     assert chains.cost_ns(2, [3]) == 18  # 2 + (5 + 11)
+
+
+def test_who_asked_is_named_once_when_a_class_costs_less():
+    """1 and 2 are a class, 4 another; then 3 joins them. Those who asked for any part are named by the whole."""
+    chains = Chains()
+    chains.gone(1, 5, [2])
+    chains.gone(2, 7, [1])
+    chains.gone(4, 11, [])
+    assert chains.cost_ns(1, [1], asker=10) == 13
+    assert chains.cost_ns(1, [4], asker=11) == 12
+    assert chains.cost_ns(1, [1, 4], asker=12) == 24
+    chains.cost_ns(1, [1])
+    chains.gone(3, 13, [2, 4])
+    assert chains.back(4, 11) == {10, 11, 12}
+    assert chains.back(1, 5) == set(), "nobody has asked since"
 
 
 def test_back_without_having_gone_changes_nothing():
@@ -152,21 +167,28 @@ def test_asking_queues_nothing():
 
 
 # -- what an eviction costs -------------------------------------------------------------------------------------------
-def a_broken_chain() -> tuple[Ledger, Chains]:
+def lose(ledger: Ledger, costs: Costs, record: int) -> None:
+    if ledger[record].held:
+        ledger.let_go(record)
+    ledger.gone(record)
+    costs.missing(ledger[record])
+
+
+def find(ledger: Ledger, costs: Costs, record: int) -> None:
+    ledger.hold(record)
+    costs.back(ledger[record])
+
+
+def a_broken_chain() -> tuple[Ledger, Costs]:
     """0 - 1 - 2 - 3 - 4 - 5, made in 1, 2, 4, 8, 16 ns from the source 0. 1, 2 and 4 are gone; 3 may go next."""
     ops = [an_op(100 + i, [i], [i + 1], cost_ns=2**i) for i in range(5)]
     ledger = a_ledger([1] * 6, ops, {0: Kind.SOURCE})
-    chains = Chains()
+    costs = Costs(ledger)
     for record in (0, 3, 5):
         ledger.hold(record)
     for record in (1, 2, 4):
-        chains.gone(record, own_ns(ledger, record), [*ledger.parents(record), *ledger.children(record)])
-        ledger.gone(record)
-    return ledger, chains
-
-
-def priced(kind: Cost, ledger: Ledger, chains: Chains, record: int) -> int:
-    return eviction_cost_ns(kind, ledger, chains, Ancestry(ledger), record)
+        lose(ledger, costs, record)
+    return ledger, costs
 
 
 @pytest.mark.parametrize(
@@ -179,42 +201,38 @@ def priced(kind: Cost, ledger: Ledger, chains: Chains, record: int) -> int:
     ],
 )
 def test_the_cost_of_an_eviction_by_hand(kind, cost_ns):
-    assert priced(kind, *a_broken_chain(), 3) == cost_ns
+    _, costs = a_broken_chain()
+    assert costs.of(kind, 3) == cost_ns
 
 
 def test_classes_remember_what_the_neighbourhood_forgets():
     """2 is back, and nothing connects 1 with 3 any more. With 2 gone again it is a class of its own, beside that of 1,
     until their ops join them once more."""
-    ledger, chains = a_broken_chain()
-    ledger.hold(2)
-    chains.back(2, 2)
-    assert priced(Cost.NEIGHBOURHOOD, ledger, chains, 3) == 4 + 8
-    assert priced(Cost.CLASSES, ledger, chains, 3) == 4 + 8
-    ledger.hold(4)
-    chains.back(4, 8)
-    assert priced(Cost.CLASSES, ledger, chains, 3) == 4
-    ledger.let_go(3)
-    ledger.gone(3)
-    chains.gone(3, 4, [2, 4])
+    ledger, costs = a_broken_chain()
+    find(ledger, costs, 2)
+    assert costs.of(Cost.NEIGHBOURHOOD, 3) == 4 + 8
+    assert costs.of(Cost.CLASSES, 3) == 4 + 8
+    find(ledger, costs, 4)
+    assert costs.of(Cost.CLASSES, 3) == 4
+    lose(ledger, costs, 3)
     # 1 and 3 are both missing, and 2, which is there, lies between them: two classes, 1 + 4, beside its own 2 ns
-    assert priced(Cost.CLASSES, ledger, chains, 2) == 2 + 1 + 4
-    assert priced(Cost.NEIGHBOURHOOD, ledger, chains, 2) == 2 + 1 + 4
+    assert costs.of(Cost.CLASSES, 2) == 2 + 1 + 4
+    assert costs.of(Cost.NEIGHBOURHOOD, 2) == 2 + 1 + 4
 
 
 def test_classes_are_dearer_once_they_have_been_connected():
     """1, 2 and 3 were gone together; 2 came back. 4 is beside 3 alone, and still pays for 1."""
     ops = [an_op(100 + i, [i], [i + 1], cost_ns=2**i) for i in range(4)]
-    ledger, chains = a_ledger([1] * 5, ops, {0: Kind.SOURCE}), Chains()
+    ledger = a_ledger([1] * 5, ops, {0: Kind.SOURCE})
+    costs = Costs(ledger)
     for record in (0, 4):
         ledger.hold(record)
     for record in (1, 2, 3):
-        chains.gone(record, own_ns(ledger, record), [*ledger.parents(record), *ledger.children(record)])
-        ledger.gone(record)
-    ledger.hold(2)
-    chains.back(2, 2)
-    assert priced(Cost.ANCESTORS, ledger, chains, 4) == 8 + 4
-    assert priced(Cost.NEIGHBOURHOOD, ledger, chains, 4) == 8 + 4
-    assert priced(Cost.CLASSES, ledger, chains, 4) == 8 + 4 + 1
+        lose(ledger, costs, record)
+    find(ledger, costs, 2)
+    assert costs.of(Cost.ANCESTORS, 4) == 8 + 4
+    assert costs.of(Cost.NEIGHBOURHOOD, 4) == 8 + 4
+    assert costs.of(Cost.CLASSES, 4) == 8 + 4 + 1
 
 
 def test_a_closure_stops_at_what_is_there_and_pays_each_record_once():
@@ -239,9 +257,20 @@ def test_what_no_op_made_costs_nothing():
     assert own_ns(a_ledger([1]), 0) == 0
 
 
+def test_an_op_that_is_timed_later_costs_its_new_time():
+    ledger, costs = a_broken_chain()
+    assert (costs.of(Cost.ANCESTORS, 3), costs.of(Cost.NEIGHBOURHOOD, 3)) == (7, 15)
+    ledger.time_op(101, 20)  # made 2, which is gone
+    assert (costs.of(Cost.ANCESTORS, 3), costs.of(Cost.NEIGHBOURHOOD, 3)) == (25, 33)
+    ledger.time_op(104, 100)  # made 5, which is there and below
+    assert costs.of(Cost.NEIGHBOURHOOD, 3) == 33
+    assert costs.of(Cost.OWN, 5) == 100
+
+
 @given(st.data())
-def test_ancestry_remembers_only_what_is_still_true(data):
-    """Records go and come in any order; what is asked for in between is what a fresh walk finds."""
+def test_costs_remember_only_what_is_still_true(data):
+    """Records go, come, are timed anew and are forgotten in any order. What is asked for is what a fresh walk finds,
+    and whoever has asked for what costs less now has been touched."""
     count = data.draw(st.integers(2, 9))
     sources = [data.draw(st.lists(st.integers(0, number - 1), min_size=1, max_size=3)) for number in range(1, count)]
     ops = [an_op(100 + number, read, [number], cost_ns=3**number) for number, read in enumerate(sources, 1)]
@@ -249,12 +278,32 @@ def test_ancestry_remembers_only_what_is_still_true(data):
     for record in range(count):
         ledger.save(record, record)
         ledger.hold(record)
-    ancestry = Ancestry(ledger)
-    for record in data.draw(st.lists(st.integers(1, count - 1), max_size=20)):
-        if ledger[record].held:
-            ledger.let_go(record)
-            ledger.gone(record)
+    costs = Costs(ledger)
+    kinds = (Cost.ANCESTORS, Cost.NEIGHBOURHOOD, Cost.CLASSES)
+    told: dict[tuple[Cost, int], int] = {}
+    events = st.tuples(st.sampled_from(["turn", "time", "forget"]), st.integers(1, count - 1), st.integers(0, 999))
+    for what, record, cost_ns in data.draw(st.lists(events, max_size=20)):
+        if record not in ledger:
+            continue
+        if what == "time":
+            ledger.time_op(100 + record, cost_ns)
+        elif what == "forget":
+            if not ledger[record].held and not ledger[record].users:
+                ledger.unsave(record)
+                ledger.forget_dead([record])
+        elif ledger[record].held:
+            lose(ledger, costs, record)
         else:
-            ledger.hold(record)
-        for asked in data.draw(st.sets(st.integers(0, count - 1))):
-            assert ancestry.cost_ns(asked) == own_ns(ledger, asked) + closure_ns(ledger, asked, ledger.parents)
+            find(ledger, costs, record)
+        costs.settle()
+        for kind, asked in list(told):
+            if asked in ledger.touched or asked not in ledger:
+                del told[kind, asked]
+        ledger.touched.clear()
+        for (kind, asked), before_ns in told.items():
+            assert costs.of(kind, asked) >= before_ns, (kind, asked)
+        for asked in data.draw(st.sets(st.integers(0, count - 1))) & ledger.records.keys():
+            above_ns = own_ns(ledger, asked) + closure_ns(ledger, asked, ledger.parents)
+            assert costs.of(Cost.ANCESTORS, asked) == above_ns
+            assert costs.of(Cost.NEIGHBOURHOOD, asked) == above_ns + closure_ns(ledger, asked, ledger.children)
+            told |= {(kind, asked): costs.of(kind, asked) for kind in kinds}

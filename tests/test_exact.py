@@ -26,7 +26,7 @@ def plain():
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 @pytest.mark.parametrize("device", ["cpu", "chaos:3"])
 @pytest.mark.parametrize("activations", ["0%", "40%"])
-@pytest.mark.parametrize("policy", ["delta", "delta-paper", "swap", "recompute"])
+@pytest.mark.parametrize("policy", ["delta", "delta-paper", "swap", "recompute", "optimal-checkpoint", "capuchin"])
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bit_identical(name, policy, activations, device, plain, spill_dir):
     chosen = delta.load_policy(policy, {"filter.min_bytes": 0, "host.spill_dir": str(spill_dir)})

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOT_PURE = {"delta", "delta.__main__", "delta.cli"}  # the door, lazily, and the command line
 FORBIDDEN_IN_PURE = {"torch", "numpy", "threading", "time", "asyncio", "concurrent", "multiprocessing", "delta.runtime"}
+RECKONING = {"delta.planner.rehearsal": {"numpy"}}  # imported by who plans, when planning
 PROGRAMS = {"delta.runtime.demo_worker", "delta.runtime.script"}  # these use Delta as anyone does
 DOOR = {"delta", "delta.cli", "delta.__main__"}
 
@@ -76,7 +77,7 @@ def test_modules_are_found():
 
 @pytest.mark.parametrize("name", pure_modules())
 def test_decisions_are_pure(name):
-    assert not below(imports_of(name, pure_modules()[name]), FORBIDDEN_IN_PURE)
+    assert not below(imports_of(name, pure_modules()[name]), FORBIDDEN_IN_PURE - RECKONING.get(name, set()))
 
 
 @pytest.mark.parametrize("name", sorted({*pure_modules(), *runtime_modules()} - PROGRAMS))

@@ -31,7 +31,8 @@ def plan_of(actions) -> Plan:
     count = len(actions)
     values = dict.fromkeys(Plan.__dataclass_fields__, (0,) * count)
     scalars = {"peak_bytes": 0, "replay_ns": 0, "swap_bytes": 0}
-    return Plan(**values | scalars | {"actions": tuple(actions), "prefetch": {}, "next_needs": ((),) * count})
+    maps = {"prefetch": {}, "evictions": {}, "moves": {}}
+    return Plan(**values | scalars | maps | {"actions": tuple(actions), "next_needs": ((),) * count})
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from importlib.resources import files
 
 import pytest
@@ -11,7 +12,18 @@ from delta.errors import PolicyError
 from delta.policies import load, names, schema
 from delta.types import Action, Cost, Leftover
 
-SHIPPED = ["delta", "delta-paper", "dtr", "keep", "monet", "recompute", "swap"]
+SHIPPED = [
+    "delta",
+    "capuchin",
+    "coop",
+    "delta-paper",
+    "dtr",
+    "keep",
+    "monet",
+    "optimal-checkpoint",
+    "recompute",
+    "swap",
+]
 
 
 def refused(name_or_path, overrides=None):
@@ -63,6 +75,26 @@ def test_dtr_cites_its_paper_and_decides_as_it_does():
     assert set(policy.director.actions) == {Action.KEEP, Action.RECOMPUTE}
     assert policy.planner.kind == "none"
     assert (policy.replay.sources, policy.replay.results) == (Leftover.DROP, Leftover.HOLD)
+
+
+def test_coop_cites_its_paper_and_decides_as_it_does():
+    """Windows over any size, online, recompute only; convolutions and matrix products at one end."""
+    policy = load("coop")
+    assert "2311.00591" in policy.source
+    assert (policy.filter.score, policy.filter.choose, policy.filter.min_bytes) == ("coop", "window", 0)
+    assert set(policy.director.actions) == {Action.KEEP, Action.RECOMPUTE}
+    assert policy.planner.kind == "none"
+    dear = ["cudnn_convolution_backward", "aten.convolution", "mm", "aten.addmm", "bmm", "aten.conv2d", "aten.matmul"]
+    cheap = ["relu", "aten.add", "aten._softmax", "native_layer_norm", "cudnn_batch_norm"]
+    named = {op for op in (*dear, *cheap) if any(fnmatchcase(op, glob) for glob in policy.placement.left)}
+    assert named == set(dear)
+
+
+@pytest.mark.parametrize("score", ["dtr", "lru", "size", "delta"])
+def test_windows_need_scores_that_can_be_summed(score):
+    message = refused("coop", {"filter.score": score})
+    assert f"filter.choose=window sums the scores of neighbours, and those of filter.score={score}" in message
+    assert "set filter.score to coop, or filter.choose to one" in message
 
 
 @pytest.mark.parametrize("cost", ["own", "ancestors", "classes", "neighbourhood"])
@@ -157,10 +189,10 @@ def test_neither_name_nor_path(given):
         ("name: !!python/object:os.system x\n", ", line 1: could not determine a constructor"),
         ("{}", ": name: this key is missing, and has no default."),
         ("name: ''\n", ": name='': string should have at least 1 character."),
-        ("name: x\nfilter: 3\n", ": filter=3: must be a section with the keys score, cost, min_bytes."),
-        ("name: x\nfilter:\n", ": filter=None: must be a section with the keys score, cost, min_bytes."),
+        ("name: x\nfilter: 3\n", ": filter=3: must be a section with the keys score, cost, choose, min_bytes."),
+        ("name: x\nfilter:\n", ": filter=None: must be a section with the keys score, cost, choose, min_bytes."),
         ("name: x\nfiltr: {}\n", ": filtr={}: unknown key. Did you mean 'filter'? Allowed: name, summary, source, "),
-        ("name: x\nfilter: {scor: 1}\n", ": filter.scor=1: unknown key. Did you mean 'score'? Allowed: score, cost, m"),
+        ("name: x\nfilter: {scor: 1}\n", ": filter.scor=1: unknown key. Did you mean 'score'? Allowed: score, cost, c"),
         ("name: x\nfilter: {score: foo}\n", ": filter.score='foo': input should be 'delta', 'delta-paper', "),
         ("name: x\nfilter: {cost: dear}\n", ": filter.cost='dear': input should be 'action', 'own', 'ancestors', "),
         ("name: x\nreplay: {sources: keep}\n", ": replay.sources='keep': input should be 'hold' or 'drop'"),

@@ -360,11 +360,16 @@ def _size(events: list[Event], number: int) -> int:
 MORE: list[list[str]] = [[], ["recompute"], ["swap"], ["swap", "recompute"]]
 POLICIES = [
     *(load("dtr", overrides={"filter.cost": cost}) for cost in ("own", "ancestors", "classes", "neighbourhood")),
-    *(load(name, overrides={"filter.min_bytes": 0}) for name in ("delta", "delta-paper", "recompute", "swap")),
+    *(
+        load(name, overrides={"filter.min_bytes": 0})
+        for name in ("delta", "delta-paper", "recompute", "swap", "optimal-checkpoint", "capuchin")
+    ),
     load("delta", overrides={"filter.min_bytes": 0, "planner.kind": "none"}),
     *(load("delta", overrides={"filter.min_bytes": 0, "director.actions": ["keep", "encode", *more]}) for more in MORE),
     load("dtr", overrides={"director.actions": ["keep", "encode", "recompute"]}),
     load("delta", overrides={"filter.min_bytes": 0, "replay.sources": "drop", "replay.results": "hold"}),
+    *(load("coop", overrides={"filter.cost": cost}) for cost in ("ancestors", "makers")),
+    load("coop", overrides={"director.actions": ["keep", "swap", "recompute"]}),
 ]
 LINKS = [Link(1e9, 1e9), Link(20e9, 5e9), Link(5e9, 50e9, 0.3)]
 CHECKED = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -382,6 +387,7 @@ CHECKED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_value_is_ever_lost_or_stale(trace, policy, share, link, linked, allocator):
     """Whatever the step, every op reads the right bytes, and memory stays under the budget."""
     link = link if linked or policy.name == "swap" else None
+    allocator = "slab" if policy.filter.choose == "window" and allocator == "ideal" else allocator
     try:
         run = watched_run(trace, policy, Share(share), link, allocator)
     except BudgetError as error:
@@ -397,7 +403,8 @@ def test_no_value_is_ever_lost_or_stale(trace, policy, share, link, linked, allo
 @CHECKED
 @given(saved_steps(), st.sampled_from(POLICIES), st.floats(0.2, 1.0), st.sampled_from(LINKS))
 def test_no_saved_value_is_ever_lost_or_stale(trace, policy, share, link):
-    run = watched_run(trace, policy, Share(share), link, "ideal")
+    allocator = "caching" if policy.filter.choose == "window" else "ideal"
+    run = watched_run(trace, policy, Share(share), link, allocator)
     assert run.status in Status
     if run.status is Status.OK:
         assert run.peak_bytes <= run.budget_bytes

@@ -135,6 +135,12 @@ def test_bad_options_are_refused(log: str, options: list[str], why: str) -> None
     assert why in refused("simulate", log, "--policy", "dtr", *options)
 
 
+def test_a_policy_that_needs_addresses_is_refused_where_there_are_none(log: str) -> None:
+    message = refused("simulate", log, "--policy", "coop", "--budget", "0.5", "--allocator", "ideal")
+    assert "policy coop" in message and "has no addresses" in message and "--allocator caching or slab" in message
+    assert printed("simulate", log, "--policy", "coop", "--budget", "64MiB", "--allocator", "slab", "--json")
+
+
 def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "no.log"
     path.write_text('{"INSTRUCTION": "JUMP"}\n')

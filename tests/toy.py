@@ -13,6 +13,7 @@ from builders import a_policy, an_op
 
 from delta.budget import Budget
 from delta.engine import Engine
+from delta.layout import Layout
 from delta.ledger import Host
 from delta.types import (
     AwaitOut,
@@ -40,10 +41,16 @@ class Toy:
     """`toy.save(...)` and the like return the instructions of the event and of all that followed from it, in order."""
 
     def __init__(
-        self, limit: Any, actions: Iterable[str] = ("keep", "swap", "recompute"), link: Link = LINK, **sections: Any
+        self,
+        limit: Any,
+        actions: Iterable[str] = ("keep", "swap", "recompute"),
+        link: Link = LINK,
+        layout: Layout | None = None,
+        **sections: Any,
     ) -> None:
         budget = limit if isinstance(limit, Budget) else Budget(activations=Bytes(limit))
-        self.engine = Engine(a_policy(**{"director": {"actions": list(actions)}} | sections), budget, link)
+        policy = a_policy(**{"director": {"actions": list(actions)}} | sections)
+        self.engine = Engine(policy, budget, link, layout=layout)
         self.engine.recording(True)
         self.now = 0
         self.program: set[int] = set()

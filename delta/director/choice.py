@@ -70,6 +70,12 @@ class Director:
             options, key=lambda option: option.cost_ns / max(1, prospect.nbytes - option.stays_bytes), default=None
         )
 
+    def may_evict(self, op: str, module: str, replayable: bool, swappable: bool) -> bool:
+        """Whether `choose` would find an action for such a record."""
+        if self.ruled(op, module) is Action.KEEP:
+            return False
+        return (replayable and Action.RECOMPUTE in self.actions) or (swappable and Action.SWAP in self.actions)
+
     def _options(self, prospect: Prospect, queue: LinkQueue) -> list[Choice]:
         options = []
         if Action.RECOMPUTE in self.actions and prospect.chain_ns is not None:

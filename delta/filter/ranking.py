@@ -10,6 +10,8 @@ does not help. But the *worth* of evicting a storage, the reciprocal of its scor
     least recently used: used                now - used                       (1, -used, 1)
     largest: -bytes                          bytes                            (0, bytes, 1)
 
+`delta.filter.lines` has them all, and how a score that weighs time otherwise becomes one.
+
 Of two lines the steeper one, once ahead, stays ahead. A tournament tree notes in each node who wins now, and the first
 moment at which that, or anything below, is no longer true (Basch, Guibas, Hershberger, *Data Structures for Mobile
 Data*, SODA 1997). Asking plays only those matches again whose moment has come or that have a changed player below.
@@ -41,21 +43,15 @@ class _Player(NamedTuple):
     rise: int
     level: int
     run: int
-    order: int  # of being added: decides between equals
+    order: int  # decides between equals
     key: int
-
-    @property
-    def line(self) -> Line:
-        return Line(*self[:3])
 
 
 class Ranking:
     """Keys, each with a line; `best(now_ns)` is the key whose worth is largest then.
 
-    Among equals the key that was added last wins, as in the simulator of DTR (Kirisame et al., ICLR 2021); adding a
-    key that is there changes its line and leaves it its place. `now_ns` never goes back.
-
-    To pass over a key, take it out and put it back when done: `discard` returns the line for that.
+    Among equals the key with the greatest `order` wins: with the order of their last uses, as in the simulator of DTR
+    (Kirisame et al., ICLR 2021). No two keys have the same. `now_ns` never goes back.
 
     With n the most keys there have been, `add` and `discard` mark at most log2(n) nodes, and the next `best` plays each
     marked node once, however many changes it had. Besides, `best` plays again log2(n) nodes for each time the lead has
@@ -70,7 +66,6 @@ class Ranking:
         """Forget all keys, and the time."""
         self._slots: dict[int, int] = {}
         self._spare = [0]
-        self._added = 0
         self._now_ns: float = -math.inf
         # A complete binary tree: node i has the children 2i and 2i + 1, slot s is the leaf self._leaves + s.
         self._leaves = 1
@@ -83,27 +78,25 @@ class Ranking:
     def __contains__(self, key: int) -> bool:
         return key in self._slots
 
-    def add(self, key: int, line: Line) -> None:
-        """Add a key, or give it another line."""
-        line = line if line.run else _FREE
+    def add(self, key: int, line: Line, order: int) -> bool:
+        """Add a key, or give it another line and place; whether that changed anything."""
+        player = _Player(*(line if line.run else _FREE), order, key)
         slot = self._slots.get(key)
-        old = None if slot is None else self._winner[self._leaves + slot]
-        if slot is None or old is None:
+        if slot is None:
             slot = self._slots[key] = self._take_slot()
-            self._added += 1
-        elif old.line == line:
-            return
-        self._seat(slot, _Player(*line, self._added if old is None else old.order, key))
+        elif self._winner[self._leaves + slot] == player:
+            return False
+        self._seat(slot, player)
+        return True
 
-    def discard(self, key: int) -> Line | None:
-        """Take a key out; its line, None if it was not there."""
+    def discard(self, key: int) -> bool:
+        """Take a key out; whether it was there."""
         slot = self._slots.pop(key, None)
         if slot is None:
-            return None
-        player = self._winner[self._leaves + slot]
+            return False
         self._seat(slot, None)
         self._spare.append(slot)
-        return None if player is None else player.line
+        return True
 
     def best(self, now_ns: int) -> int | None:
         """The key that is worth most at `now_ns`; None if there is none."""
@@ -156,7 +149,7 @@ def _match(a: _Player | None, b: _Player | None, now_ns: int) -> tuple[_Player |
     b_is_last = order_b > order_a
     if gain == 0:
         return (b if lead < 0 or (lead == 0 and b_is_last) else a), _NEVER
-    # They meet at lead / gain; from there on the steeper one is ahead, at the moment itself if it was added last.
+    # They meet at lead / gain; from there on the steeper one is ahead, at the moment itself if it is the last.
     steeper, other = (b, a) if gain > 0 else (a, b)
     since_ns = -(-lead // gain) if b_is_last == (gain > 0) else lead // gain + 1
     return (steeper, _NEVER) if now_ns >= since_ns else (other, since_ns)

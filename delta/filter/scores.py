@@ -8,6 +8,8 @@
                  whole, unhidden swap out and back; s is the time since the last access. The published code divides
                  bytes per microsecond by nanoseconds, which favours swap a thousandfold; here both are ns.
 `dtr`            cost / (m * s): h_DTR (Kirisame et al., ICLR 2021, section 4.2). Which cost it is, `filter.cost` says.
+`coop`           cost / s: DTR's without the size, which a window of neighbours makes up for (Coop, NeurIPS 2023). 1 ns
+                 is added to s, so that costs can be summed.
 `msps`           cost / m: most memory saved per second of recomputation (Capuchin, ASPLOS 2020), with the cost of the
                  missing ancestors as DTR's simulator has it.
 `size-staleness` 1 / (m * s): the filter of DELTA's first version (arXiv 2203.15980) as its code has it.
@@ -54,6 +56,10 @@ def dtr(candidate: Candidate) -> float:
     return candidate.cost_ns / weight if weight else inf
 
 
+def coop(candidate: Candidate) -> float:
+    return candidate.cost_ns / (candidate.stale_ns + 1)
+
+
 def msps(candidate: Candidate) -> float:
     return candidate.cost_ns / candidate.nbytes if candidate.nbytes else inf
 
@@ -74,6 +80,7 @@ SCORES: dict[str, Score] = {
     "delta": delta,
     "delta-paper": delta_paper,
     "dtr": dtr,
+    "coop": coop,
     "msps": msps,
     "size-staleness": size_staleness,
     "lru": lru,

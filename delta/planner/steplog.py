@@ -11,9 +11,10 @@ last handle on v died before need p.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
+from delta.planner.turns import Turn, turns_of
 from delta.types import Action, Encoding, Kind, OpInfo
 
 
@@ -35,6 +36,8 @@ class StepLog:
     end_ns: int = 0
     forward_needs: int = 0
     needs_before: list[int] = field(default_factory=list)  # needs when it was saved
+    turn_ends: list[tuple[int, int, int]] = field(default_factory=list)  # needs, ops and net time when a turn ended
+    released_in: list[int] = field(default_factory=list)  # for each release, the turns that had ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class StepGraph:
     end_ns: int
     forward_needs: int = 0  # needs before backward began; 0 where backward alone needs
     needs_before: tuple[int, ...] = ()  # by save order: needs before it was made
+    turns: tuple[Turn, ...] = ()  # where every access is announced
     beside_saves: tuple[int, ...] = ()  # bytes of what is no saved storage, by save order, where they count
     beside_needs: tuple[int, ...] = ()  # ... by need
 
@@ -93,6 +97,20 @@ class StepGraph:
 
 
 @dataclass(frozen=True, slots=True)
+class Moves:
+    """What happens to storages in one turn of a rehearsed step, by save order.
+
+    `victims` go one after the other while room is short in the turn; one whose copy out is under way is waited for.
+    After the turn the copies out of `leaving` begin, `dropped` go to make room, and the copies back of `coming` begin.
+    """
+
+    victims: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+    coming: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What to do with each saved storage of the next step, by the order of its first save."""
 
@@ -106,6 +124,12 @@ class Plan:
     replay_ns: int
     swap_bytes: int
     evictions: Mapping[int, tuple[tuple[int, Action], ...]] = field(default_factory=dict)  # after a need was served
+    moves: Mapping[int, Moves] = field(default_factory=dict)  # by turn: a step rehearsed from end to end
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether the plan is the moves of a rehearsal, in which what the program has let go of goes at once."""
+        return bool(self.moves)
 
     @property
     def recomputes(self) -> bool:
@@ -114,23 +138,47 @@ class Plan:
     @property
     def idle(self) -> bool:
         """Whether nothing at all is to be done."""
-        return not self.evictions and all(action is Action.KEEP for action in self.actions)
+        return not self.evictions and not self.moves and all(action is Action.KEEP for action in self.actions)
 
 
 def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
     """Renumber a log. Storages under `min_bytes` are counted but never evicted."""
-    order = {record: index for index, record in enumerate(log.saves)}
-    index: dict[int, int] = {}
-    producer: dict[int, int] = {}
-    for position, op in enumerate(log.ops):
-        for record in op.inputs:
-            index.setdefault(record, len(index))
-        for record in op.outputs:
-            index.setdefault(record, len(index))
-            producer[record] = position
-    for record in log.saves:
-        index.setdefault(record, len(index))
-    nodes = tuple(
+    index = _node_numbers(log)
+    positions = len(log.needs)
+    first_need, release = [positions] * len(log.saves), [positions] * len(log.saves)
+    for position, (saved, _) in reversed(list(enumerate(log.needs))):
+        first_need[saved] = position
+    for saved, before in log.releases:
+        release[saved] = before
+    needs = tuple(saved for saved, _ in log.needs)
+    released = ((saved, turns) for (saved, _), turns in zip(log.releases, log.released_in, strict=False))
+    return StepGraph(
+        _nodes(log, index, min_bytes),
+        _renumbered(log.ops, index),
+        tuple(index[record] for record in log.saves),
+        tuple(log.save_ns),
+        _floats_to(log),
+        needs,
+        tuple(at_ns for _, at_ns in log.needs),
+        tuple(first_need),
+        tuple(release),
+        log.end_ns,
+        log.forward_needs,
+        tuple(log.needs_before),
+        tuple(turns_of(log.turn_ends, needs, released, log.end_ns)),
+    )
+
+
+def _node_numbers(log: StepLog) -> dict[int, int]:
+    """Records in the order in which they are met, and their numbers."""
+    read_or_made = (record for op in log.ops for record in (*op.inputs, *op.outputs))
+    return {record: number for number, record in enumerate(dict.fromkeys((*read_or_made, *log.saves)))}
+
+
+def _nodes(log: StepLog, index: Mapping[int, int], min_bytes: int) -> tuple[Node, ...]:
+    order = {record: number for number, record in enumerate(log.saves)}
+    producer = {record: position for position, op in enumerate(log.ops) for record in op.outputs}
+    return tuple(
         Node(
             log.nbytes[record] if log.kinds[record] is not Kind.PARAMETER else 0,
             order.get(record, -1),
@@ -141,37 +189,18 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
         )
         for record in index
     )
-    ops = tuple(
-        OpInfo(
-            position,
-            op.name,
-            tuple(index[record] for record in op.inputs),
-            tuple(index[record] for record in op.outputs),
-            op.cost_ns,
-            op.replayable,
-            tuple(index[record] for record in op.overwrites),
+
+
+def _renumbered(ops: Iterable[OpInfo], index: Mapping[int, int]) -> tuple[OpInfo, ...]:
+    return tuple(
+        replace(
+            op,
+            id=position,
+            inputs=tuple(index[record] for record in op.inputs),
+            outputs=tuple(index[record] for record in op.outputs),
+            overwrites=tuple(index[record] for record in op.overwrites),
         )
-        for position, op in enumerate(log.ops)
-    )
-    positions = len(log.needs)
-    first_need, release = [positions] * len(log.saves), [positions] * len(log.saves)
-    for position, (saved, _) in reversed(list(enumerate(log.needs))):
-        first_need[saved] = position
-    for saved, before in log.releases:
-        release[saved] = before
-    return StepGraph(
-        nodes,
-        ops,
-        tuple(index[record] for record in log.saves),
-        tuple(log.save_ns),
-        _floats_to(log),
-        tuple(saved for saved, _ in log.needs),
-        tuple(at_ns for _, at_ns in log.needs),
-        tuple(first_need),
-        tuple(release),
-        log.end_ns,
-        log.forward_needs,
-        tuple(log.needs_before),
+        for position, op in enumerate(ops)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from delta.config import PlannerConfig
@@ -29,3 +29,6 @@ class Task:
 
 
 Planner = Callable[[Task], Plan]
+
+# A plan, its step, the link, and the save orders whose copies back came late: the plan for the next step.
+Feedback = Callable[[Plan, StepGraph, Link, Collection[int]], Plan]

@@ -53,6 +53,16 @@ class Block:
     segment: int
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of memory: `block_bytes` in one piece of `blocks`, or room for a new segment of
+    `segment_bytes` (None: there is no other segment)."""
+
+    block_bytes: int
+    blocks: list[Block]
+    segment_bytes: int | None
+
+
 class Allocator(Protocol):
     """What the simulator asks of memory."""
 
@@ -70,8 +80,11 @@ class Allocator(Protocol):
     def largest_free_bytes(self) -> int:
         """The largest request that can be served now."""
 
-    def allocate(self, nbytes: int) -> int:
-        """The id of a new block; OutOfMemory if there is no room. A request for nothing has an id, but no block."""
+    def allocate(self, nbytes: int, from_right: bool = False) -> int:
+        """The id of a new block; OutOfMemory if there is no room. A request for nothing has an id, but no block.
+
+        `from_right`: cut it from the right end of the free block, if the allocator lets one choose; only `Slab` does.
+        """
 
     def free(self, block: int) -> None:
         """Give a block back, by its id."""
@@ -118,7 +131,7 @@ class Ideal(_Books):
     def largest_free_bytes(self) -> int:
         return self.free_bytes
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, from_right: bool = False) -> int:
         if nbytes > self.free_bytes:
             raise OutOfMemory(nbytes, self.free_bytes, self.largest_free_bytes)
         block = self._next_id()
@@ -192,6 +205,10 @@ class Slab(_Pooled):
     def allocate(self, nbytes: int, from_right: bool = False) -> int:
         return self._take(self._pool, nbytes, from_right)
 
+    def demand(self, nbytes: int) -> Demand:
+        """What a request would need."""
+        return Demand(_round_up(nbytes, _GRAIN_BYTES), self._pool.blocks(), None)
+
 
 class Caching(_Pooled):
     """PyTorch's caching allocator. What is freed stays reserved, until a segment that nobody uses any part of has to
@@ -213,12 +230,18 @@ class Caching(_Pooled):
             fresh = min(fresh, _SMALL_BYTES)
         return max(fresh, self._large.largest_free_bytes, min(self._small.largest_free_bytes, _SMALL_BYTES))
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, from_right: bool = False) -> int:
         rounded = _round_up(nbytes, _GRAIN_BYTES)
         pool = self._small if rounded <= _SMALL_BYTES else self._large
         if rounded > pool.largest_free_bytes:
             self._reserve(pool, _segment_bytes(rounded))
         return self._take(pool, nbytes)
+
+    def demand(self, nbytes: int) -> Demand:
+        """What a request would need."""
+        rounded = _round_up(nbytes, _GRAIN_BYTES)
+        pool = self._small if rounded <= _SMALL_BYTES else self._large
+        return Demand(rounded, pool.blocks(), _segment_bytes(rounded))
 
     def _reserve(self, pool: _Pool, nbytes: int) -> None:
         """Take a segment from the device if there is room, which may need all segments that are not in use."""

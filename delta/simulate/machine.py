@@ -40,8 +40,8 @@ class Machine:
     _out_free_ns: int = 0
     _in_free_ns: int = 0
 
-    def allocate(self, storage: int, nbytes: int) -> None:
-        self._blocks[storage] = self.allocator.allocate(nbytes)
+    def allocate(self, storage: int, nbytes: int, from_right: bool = False) -> None:
+        self._blocks[storage] = self.allocator.allocate(nbytes, from_right)
         self.nbytes[storage] = nbytes
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -57,6 +57,10 @@ class Machine:
         self._blocks[new] = self._blocks.pop(old)
         self.nbytes[new] = self.nbytes[old]
         self.log.append(Entry("become", self.now_ns, self.now_ns, (new,), (old,)))
+
+    def holders(self) -> dict[int, int]:
+        """Block of the allocator -> the storage in it."""
+        return {block: storage for storage, block in self._blocks.items()}
 
     def holds(self, storage: int) -> bool:
         return storage in self._blocks

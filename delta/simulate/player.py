@@ -131,7 +131,7 @@ class Player:
         olds = () if self._all else replaced  # where everything may go, a write in place makes a copy, as in DTR
         preserved = {old: self._preserve(old) for old in olds if old in self.engine.ledger}
         for made, nbytes in list(zip(makes, op.nbytes, strict=True))[len(olds) :]:
-            self._allocate(made, nbytes)
+            self._allocate(made, nbytes, self.engine.from_right(op.name))
         self.machine.run(op.cost_ns, reads, makes[len(olds) :])
         self._program.update(makes)
         self._record.update(zip(op.outputs, makes, strict=True))
@@ -242,6 +242,7 @@ class Player:
         for record in records:
             if self.engine.ledger[record].kind is not Kind.PARAMETER:
                 self._do(self.engine.served(record))
+        self._poll()
         self._do(self.engine.prefetch(self._now))
 
     def _replay(self, record: int) -> None:
@@ -260,7 +261,7 @@ class Player:
         made = engine.made_again(op)
         twins = {record: next(self._ids) for record in op.outputs if record not in made}  # made once more, for nothing
         for record in op.outputs:
-            self._allocate(twins.get(record, record), machine.nbytes[record])
+            self._allocate(twins.get(record, record), machine.nbytes[record], engine.from_right(op.name))
         machine.run(op.cost_ns, op.inputs, tuple(twins.get(record, record) for record in op.outputs))
         for twin in twins.values():
             machine.free(twin)
@@ -273,6 +274,7 @@ class Player:
     def _ready(self, record: int) -> None:
         """Wait for the copy back, if the record is on its way."""
         if record in self._coming:
+            self.engine.late(record)
             self._wait(self._coming[record])
             self._poll()
 
@@ -291,13 +293,13 @@ class Player:
             if done_ns <= self._now and self._coming.pop(record, None) is not None:
                 self._do(self.engine.copied_in(record))
 
-    def _allocate(self, record: int, nbytes: int) -> None:
+    def _allocate(self, record: int, nbytes: int, from_right: bool = False) -> None:
         """Memory for a storage. Where it is there but not in one piece, more has to go."""
         while True:
             try:
-                return self.machine.allocate(record, nbytes)
+                return self.machine.allocate(record, nbytes, from_right)
             except OutOfMemory as full:
-                instructions = self.engine.evict_one(self._now)
+                instructions = self.engine.make_place(nbytes, self._now)
                 if not instructions:
                     raise Infeasible(str(full)) from None
                 self._do(instructions)
@@ -323,7 +325,8 @@ class Player:
                 case AwaitOut(record):
                     self._await_out(record)
                 case SwapIn(record):
-                    self._allocate(record, self.machine.nbytes[record])
+                    from_right = self.engine.from_right(self.engine.maker(record))
+                    self._allocate(record, self.machine.nbytes[record], from_right)
                     self._coming[record] = self.machine.copy_in(record)
                 case Hold(record) | Forget(record):
                     self._discard_encoded(record)

@@ -13,8 +13,9 @@ from typing import Any, cast
 from delta.budget import Budget
 from delta.config import Policy
 from delta.engine import Engine
-from delta.errors import BudgetError
-from delta.simulate.allocator import Allocator, Caching, Ideal
+from delta.errors import BudgetError, PolicyError
+from delta.simulate.addresses import Addresses
+from delta.simulate.allocator import Allocator, Caching, Ideal, Slab
 from delta.simulate.checker import check
 from delta.simulate.machine import Machine
 from delta.simulate.player import Infeasible, Player, Thrash
@@ -37,7 +38,7 @@ class Status(StrEnum):
     THRASH = "thrash"  # replays took more time than the step itself
 
 
-ALLOCATORS: dict[str, Callable[[int], Allocator]] = {"ideal": Ideal, "caching": Caching}
+ALLOCATORS: dict[str, Callable[[int], Allocator]] = {"ideal": Ideal, "caching": Caching, "slab": Slab}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ def simulate(
     everything = trace.evictable is Evictable.ALL
     machine = Machine(ALLOCATORS[allocator](nbytes if everything else _AMPLE_BYTES), link)
     limit = Budget(activations=Bytes(nbytes - trace.constant_bytes if everything else nbytes))
-    engine = Engine(_fitting(policy, link), limit, link or _NO_LINK, announced=everything)
+    layout = _layout(policy, machine, everything)
+    engine = Engine(_fitting(policy, link), limit, link or _NO_LINK, announced=everything, layout=layout)
     watched = Stopwatch(engine, clock)
     player = Player(trace, cast(Engine, watched), machine)
     steps, status, why = _play(player)
@@ -135,6 +137,18 @@ def simulate(
         decision_ns=watched.spent_ns,
         why=why,
     )
+
+
+def _layout(policy: Policy, machine: Machine, bounded: bool) -> Addresses | None:
+    """Where storages lie, if the policy asks. PolicyError where the allocator has no addresses."""
+    if policy.filter.choose != "window":
+        return None
+    if not isinstance(machine.allocator, Caching | Slab):
+        raise PolicyError(
+            f"policy {policy.name}: filter.choose=window evicts neighbours in memory, and the allocator `ideal` has no "
+            "addresses. Give --allocator caching or slab, or --set filter.choose=one to evict one by one."
+        )
+    return Addresses(machine, machine.allocator, bounded)
 
 
 @dataclass(frozen=True, slots=True)

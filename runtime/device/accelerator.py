@@ -4,11 +4,13 @@ card behind it.
 Never run on a GPU so far.
 """
 
-from typing import Protocol, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 
 from delta.runtime import monitor
+from delta.runtime.device.base import MemoryBlock
 from delta.runtime.host import SlabSource
 from delta.runtime.pinned import slab_source
 from delta.runtime.rawmem import as_bytes
@@ -63,6 +65,10 @@ class Accelerator(Protocol):
 
     def total_bytes(self) -> int: ...
 
+    def memory_blocks(self) -> list[MemoryBlock]:
+        """The allocator's segments, cut up, in the order of addresses."""
+        ...
+
     def empty_cache(self) -> None: ...
 
     def limit(self, fraction: float) -> None:
@@ -103,6 +109,9 @@ class CudaCard:
     def total_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
+    def memory_blocks(self) -> list[MemoryBlock]:
+        return blocks_of(torch.cuda.memory_snapshot(), self.torch_device.index)
+
     def empty_cache(self) -> None:
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()
@@ -113,3 +122,16 @@ class CudaCard:
     def slab_source(self) -> SlabSource:
         card = monitor.gpu(str(torch.cuda.get_device_properties(self.torch_device).uuid))
         return slab_source(card.numa_node if card else None)
+
+
+def blocks_of(segments: Iterable[Mapping[str, Any]], device: int) -> list[MemoryBlock]:
+    """The blocks of one card in what `torch.cuda.memory_snapshot` returns. A block that waits for another stream before
+    it can be used again is not free yet."""
+    found = []
+    for segment in sorted((s for s in segments if s["device"] == device), key=lambda s: int(s["address"])):
+        address = int(segment["address"])
+        for block in segment["blocks"]:
+            free = block["state"] == "inactive"
+            found.append(MemoryBlock(address, int(block["size"]), int(segment["address"]), free))
+            address += int(block["size"])
+    return found

@@ -78,6 +78,16 @@ class Bandwidth:
     in_bytes_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryBlock:
+    """A piece of device memory as the allocator cuts it. Blocks of different segments are never one piece."""
+
+    address: int
+    nbytes: int
+    segment: int
+    free: bool
+
+
 class OpClock(Protocol):
     """Times work on the device. ``start`` and ``stop`` never wait for it; marks and tokens mean nothing to anyone
     else.
@@ -111,6 +121,10 @@ class Device(Protocol):
 
     def used_bytes(self) -> int:
         """In use now: the allocator's bytes (cuda), the process's resident set (cpu, chaos)."""
+        ...
+
+    def memory_blocks(self) -> list[MemoryBlock] | None:
+        """All that the allocator has reserved, in the order of addresses; None: this device has no such order."""
         ...
 
     def copy_out(self, storage: torch.UntypedStorage) -> Ticket:

@@ -23,7 +23,7 @@ import torch
 from delta.config import HostConfig
 from delta.errors import HostFullError, SwapError
 from delta.runtime.device.accelerator import Accelerator, Event, Stream
-from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, Ticket
+from delta.runtime.device.base import Bandwidth, Direction, HostBlock, MemoryBlock, OpClock, Ticket
 from delta.runtime.device.cuda_clock import EventClock
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import BlockBook, Listeners, Rates, limit_bytes
@@ -87,6 +87,9 @@ class CudaDevice:
 
     def used_bytes(self) -> int:
         return self._card.allocated_bytes()
+
+    def memory_blocks(self) -> list[MemoryBlock]:
+        return self._card.memory_blocks()
 
     def copy_out(self, storage: torch.UntypedStorage) -> Ticket:
         self._refuse_if_closed()

@@ -1,0 +1,195 @@
+"""Who may go, and who goes first: filter, director and costs put together.
+
+`Candidates` answers with records and the action the director takes for each; it changes nothing. `Room` lets them go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from delta.config import Policy
+from delta.costs import Costs, LinkQueue
+from delta.director import Choice, Director, Prospect
+from delta.filter import COSTLESS, SCORES, Candidate, Victims
+from delta.filter.neighbours import cheapest_neighbours
+from delta.layout import Area
+from delta.learner import Learner
+from delta.ledger import Host, Ledger, Record
+from delta.nextuse import NextUse
+from delta.types import Action, Cost, Kind
+
+PRICES = 1 << 40  # of a score of 1: prices of neighbours are summed, and sums are exact in whole numbers
+
+Going = tuple[Choice, Record]
+"""A record that goes, and how."""
+
+
+class Candidates:
+    """The records that may be evicted under `policy`."""
+
+    def __init__(self, policy: Policy, ledger: Ledger, queue: LinkQueue, learner: Learner) -> None:
+        self._policy, self._ledger, self._queue = policy, ledger, queue
+        self._costs = Costs(ledger)
+        self._next_use = NextUse(learner)
+        self._score, self._cost = SCORES[policy.filter.score], policy.filter.cost
+        self._least_bytes = max(1, policy.filter.min_bytes)  # what has no bytes frees none
+        self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
+        self.encodes = Action.ENCODE in policy.director.actions
+        self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
+        self._host_full = False
+        self._stuck: set[int] = set()  # cannot be replayed after all
+        self._victims = self._ranked()
+
+    def new_step(self) -> None:
+        """Forget what is only true within one step."""
+        self._costs.clear()
+        self.makers.clear()
+        if self._victims is not None:
+            self._victims.clear()
+
+    @property
+    def host_full(self) -> bool:
+        """The host tier can take nothing more."""
+        return self._host_full
+
+    @host_full.setter
+    def host_full(self, full: bool) -> None:
+        changed, self._host_full = full is not self._host_full, full
+        if changed and self._victims is not None:
+            self._victims.clear()
+
+    def may_go(self, rec: Record) -> bool:
+        return (
+            rec.held
+            and not rec.pins
+            and rec.kind is Kind.ACTIVATION
+            and not rec.being_encoded
+            and rec.host in (Host.NONE, Host.WHOLE)
+            and rec.nbytes >= self._least_bytes
+        )
+
+    def first(self, now_ns: int, room_bytes: float, short: bool) -> Going | None:
+        """What goes next, encoded only if there is room for the encoded form. Where it is `short` of room and nothing
+        else can go, without that: being over the limit for a moment is better than staying there."""
+        found = self._best(now_ns, room_bytes)
+        return self._best(now_ns, inf) if found is None and short and self.encodes else found
+
+    def together(self, areas: Sequence[Area], now_ns: int) -> list[Going]:
+        """The neighbours that are cheapest to evict together, of the areas; empty if there are none."""
+        prices: dict[int, int | None] = {}
+        choices: dict[int, Choice] = {}
+
+        def price(record: int) -> int | None:
+            if record not in prices:
+                rec = self._ledger.records.get(record)
+                judged = self._judge(rec, now_ns, 0) if rec is not None else None
+                prices[record] = None
+                if judged is not None:
+                    prices[record], choices[record] = int(judged[0] * PRICES), judged[1]
+            return prices[record]
+
+        records = cheapest_neighbours(areas, price)
+        return [(choices[record], self._ledger[record]) for record in records or ()]
+
+    def stuck(self, rec: Record) -> None:
+        """The record cannot be replayed after all: it is no candidate until `unstuck`."""
+        self._stuck.add(rec.id)
+        self._ledger.touched.add(rec.id)
+
+    def unstuck(self) -> None:
+        self._ledger.touched |= self._stuck
+        self._stuck.clear()
+
+    def missing(self, rec: Record) -> None:
+        """The record's bytes are gone."""
+        self._costs.missing(rec, of_makers=self._cost is Cost.MAKERS)
+
+    def back(self, rec: Record) -> None:
+        """The record is available again."""
+        self._costs.back(rec)
+
+    def _ranked(self) -> Victims | None:
+        """The ranking, where what an eviction costs is settled by what the ledger tells. What a hidden swap costs is
+        not: it changes with the queue on the link, for all records at once, and each time they are looked at."""
+        score, actions = self._policy.filter.score, set(self._policy.director.actions)
+        hidden_swaps = self.director.hidden_swap and Action.SWAP in actions and self._cost is Cost.ACTION
+        if actions - {Action.KEEP, Action.SWAP, Action.RECOMPUTE} or (hidden_swaps and score not in COSTLESS):
+            return None
+        return Victims(score, self._ledger, self._price_ns, self._next_use if score == "delta" else None)
+
+    def _best(self, now_ns: int, room_bytes: float) -> Going | None:
+        """The filter's first choice among all that may go; among equals the one used last."""
+        if self._victims is None:
+            return self._look_at_all(now_ns, room_bytes)
+        self._costs.settle()
+        rec = self._victims.first(now_ns)
+        if rec is None:
+            return None
+        if Action.SWAP not in self._policy.director.actions:  # nothing to choose from: no need to walk the chain
+            return Choice(Action.RECOMPUTE, self._costs.of(Cost.OWN, rec.id)), rec
+        choice = self._choice(rec, now_ns, room_bytes)
+        return (choice, rec) if choice is not None else None
+
+    def _look_at_all(self, now_ns: int, room_bytes: float) -> Going | None:
+        best_score, best = inf, None
+        for record in self._ledger.held:
+            rec = self._ledger[record]
+            judged = self._judge(rec, now_ns, room_bytes)
+            if judged is not None and judged[0] <= best_score:
+                best_score, best = judged[0], (judged[1], rec)
+        return best
+
+    def _judge(self, rec: Record, now_ns: int, room_bytes: float) -> tuple[float, Choice] | None:
+        """The score of a record and how it would go; None if it has to stay."""
+        if not self.may_go(rec):
+            return None
+        choice = self._choice(rec, now_ns, room_bytes)
+        if choice is None:
+            return None
+        cost_ns = choice.cost_ns if self._cost is Cost.ACTION else self._costs.of(self._cost, rec.id)
+        freed_bytes, until_use_ns = rec.nbytes - choice.stays_bytes, self._next_use.until_ns(rec)
+        return self._score(Candidate(rec.id, freed_bytes, cost_ns, now_ns - rec.used_ns, until_use_ns)), choice
+
+    def _price_ns(self, rec: Record) -> int | None:
+        """What the score counts as the cost of evicting a record; None where it has to stay."""
+        if not self.may_go(rec):
+            return None
+        op_name, module = self.makers.get(rec.id, ("", ""))
+        swappable = rec.host is Host.WHOLE or not self.host_full
+        if not self.director.may_evict(op_name, module, self._replayable(rec), swappable):
+            return None
+        if self._policy.filter.score in COSTLESS:
+            return 0
+        if self._cost is not Cost.ACTION:
+            return self._costs.of(self._cost, rec.id)
+        choice = self._choice(rec, rec.used_ns, 0)  # no action that is ranked costs more or less with time
+        return choice.cost_ns if choice is not None else None
+
+    def _replayable(self, rec: Record) -> bool:
+        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        return op is not None and op.replayable and rec.id not in self._stuck
+
+    def _choice(self, rec: Record, now_ns: int, room_bytes: float) -> Choice | None:
+        """What the director would do with the record, encoded if its form takes no more than `room_bytes`."""
+        return self.director.choose(self._prospect(rec, now_ns, room_bytes), self._queue)
+
+    def _prospect(self, rec: Record, now_ns: int, room_bytes: float) -> Prospect:
+        op_name, module = self.makers.get(rec.id, ("", ""))
+        chain_ns = None
+        if Action.RECOMPUTE in self._policy.director.actions and self._replayable(rec):
+            chain_ns = self._costs.chain_ns(rec.id)
+        until_use_ns = self._next_use.until_ns(rec)
+        ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
+        return Prospect(
+            rec.nbytes,
+            op_name,
+            module,
+            chain_ns,
+            rec.host is Host.WHOLE,
+            not self.host_full,
+            now_ns,
+            now_ns,
+            now_ns + ahead_ns,
+            rec.encoding if rec.encoding is not None and rec.encoding.nbytes <= room_bytes else None,
+        )

@@ -1,0 +1,493 @@
+"""A rehearsal: one step of turns, played in numbers alone, under a guide that says who goes first.
+
+It does what engine and device do in a planned step, in the same order: storages that a turn reads are pinned and
+brought back, by a copy or by a depth-first walk along the missing ops (`delta.descent`), room is made before every
+allocation, copies take turns on the two directions of the link, and what the program has let go of goes at once. It
+knows all of the step, so the idle time of a storage is the time to its next use. It takes milliseconds, so that a
+planner can rehearse a step hundreds of times, each time under another guide, and hand the moves of the best to the
+engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from math import inf
+
+import numpy as np
+
+from delta.planner.steplog import Moves
+from delta.planner.timetable import Timetable
+from delta.types import Link
+
+_NEVER_NS = 1e15  # the next use of what is not used again
+_SOON = 64  # copies back that are looked at together
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """Who goes first, and what is copied out ahead of need.
+
+    The storage with the least `(replay time + 1) * exp(weight) / (bytes * idle ** idle_weight)` goes. The replay time
+    is that of its op and all missing ancestors; with `both_sides` of the missing descendants, too. `swapped` are copied
+    out in their longest rest, and their copies back begin `lead` copy lengths before they are used.
+    """
+
+    idle_weight: float = 0.3
+    both_sides: bool = False
+    weights: Mapping[int, float] = field(default_factory=dict)
+    swapped: frozenset[int] = frozenset()
+    lead: float = 1.5
+
+
+class Failed(Exception):
+    """No way through under this guide, or none that is better than what is known."""
+
+
+class Rehearsal:
+    """Play `table` once with `limit_bytes` for all storages. `cost_ns`: what the step is longer by."""
+
+    def __init__(
+        self, table: Timetable, limit_bytes: int, link: Link | None, guide: Guide, at_most_ns: float = inf
+    ) -> None:
+        """`at_most_ns`: give up (Failed) when the step is longer by more. Without a link nothing is swapped."""
+        count = table.count
+        self.table, self.limit_bytes, self.link, self.guide = table, limit_bytes, link, guide
+        self.at_most_ns = min(at_most_ns, table.end_ns)
+        self.replay_ns = self.stall_ns = 0
+        self.now_ns = 0
+        self.used_bytes = 0
+        self.replayed_ns: dict[int, int] = {}  # by storage: time of the replays that made it again
+        self.waited_ns: dict[int, int] = {}  # by storage: time compute stood still for its copy back
+        self.went: list[int] = []  # everything that went for want of room
+        self._victims: dict[int, list[int]] = {}
+        self._leaving: dict[int, list[int]] = {}
+        self._dropped: dict[int, list[int]] = {}
+        self._coming: dict[int, list[int]] = {}
+        self._turn = 0
+        self._exists = [False] * count
+        self._wanted = [False] * count  # the program still refers to it
+        self._there = [False] * count
+        self._in_reach = [False] * count  # there, or whole on the host
+        self._on_host = [False] * count
+        self._moving = [False] * count
+        self._ready_ns = [0] * count
+        self._pins = [0] * count
+        self._uses_seen = [0] * count
+        self._moved: list[int] = []  # got into reach or out of it since costs were last looked at
+        self._stale: set[int] = set()
+        self._may_go = np.zeros(count, bool)
+        self._cost_ns = np.zeros(count)
+        self._next_ns = np.full(count, _NEVER_NS)
+        self._worth = np.exp([guide.weights.get(v, 0.0) for v in range(count)]) / np.maximum(1, table.nbytes)
+        self._going: deque[int] = deque()
+        self._arriving: deque[int] = deque()
+        self._out_free_ns = self._in_free_ns = 0
+        self._away: dict[int, float] = {}  # whole on the host and not here -> next use, or sooner
+        self._queue: list[tuple[float, float, int]] | None = None  # see `_latest_starts`; None: look again
+        self._leaves_after: dict[int, list[int]] = {}
+        self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
+        for storage in sorted(guide.swapped) if link is not None else ():
+            self._leaves_after.setdefault(table.before_longest_rest(storage), []).append(storage)
+
+    @property
+    def cost_ns(self) -> int:
+        return self.replay_ns + self.stall_ns
+
+    def run(self) -> Rehearsal:
+        """Failed where it cannot be done, or costs more than `at_most_ns`."""
+        for number, turn in enumerate(self.table.turns):
+            self._turn = number
+            self._poll()
+            self._read(turn.reads)
+            if turn.op is not None:
+                self._make_room(self.table.op_bytes[turn.op])
+            self.now_ns += turn.end_ns - turn.start_ns
+            for made in self.table.op_makes[turn.op] if turn.op is not None else ():
+                self._exists[made] = self._wanted[made] = True
+                self._look_ahead(made)
+                self._arrive(made)
+            for read in turn.reads:
+                self._unpin(read)
+            self._after_turn()
+            for storage in turn.freed:
+                self._free(storage)
+        return self
+
+    def moves(self) -> dict[int, Moves]:
+        """What the engine has to do in each turn for the same to happen."""
+        parts = (self._victims, self._leaving, self._dropped, self._coming)
+        turns = sorted({turn for part in parts for turn in part})
+        return {turn: Moves(*(tuple(part.get(turn, ())) for part in parts)) for turn in turns}
+
+    # -- a turn -------------------------------------------------------------------------------------------------------
+    def _read(self, reads: tuple[int, ...]) -> None:
+        reads = tuple(sorted(reads, key=lambda read: not self._there[read]))
+        for read in reads:
+            self._pins[read] += 1
+            self._may_go[read] = False
+            self._look_ahead(read)
+            if not self._there[read] and self._on_host[read]:
+                self._fetch(read)
+        for read in reads:
+            if not self._in_reach[read]:
+                self._replay(read)
+            elif not self._there[read]:
+                self._fetch(read)
+            self._wait_for(read)
+        if self.cost_ns > self.at_most_ns:
+            raise Failed
+
+    def _after_turn(self) -> None:
+        if self.link is None:
+            return
+        self._poll()
+        for storage in self._leaves_after.get(self._turn, ()):
+            if self._there[storage] and not (self._on_host[storage] or self._moving[storage] or self._pins[storage]):
+                self._leave(storage)
+        if self._away:
+            self._prefetch()
+
+    def _free(self, storage: int) -> None:
+        self._wanted[storage] = False
+        if self._is_left_over(storage):
+            self._bury(storage)
+
+    def _look_ahead(self, storage: int) -> None:
+        uses, seen = self.table.uses[storage], self._uses_seen[storage]
+        while seen < len(uses) and uses[seen] <= self._turn:
+            seen += 1
+        self._uses_seen[storage] = seen
+        self._next_ns[storage] = self.table.start_ns[uses[seen]] if seen < len(uses) else _NEVER_NS
+
+    # -- what is where ------------------------------------------------------------------------------------------------
+    def _arrive(self, storage: int) -> None:
+        self._there[storage] = True
+        self.used_bytes += self.table.nbytes[storage]
+        if not self._in_reach[storage]:
+            self._in_reach[storage] = True
+            self._moved.append(storage)
+        self._stale.add(storage)
+        self._seat(storage)
+
+    def _seat(self, storage: int) -> None:
+        """Whether the storage may go, from here on."""
+        self._may_go[storage] = (
+            self._there[storage]
+            and not self._pins[storage]
+            and not self._moving[storage]
+            and self.table.evictable[storage]
+            and (self.table.replayable[storage] or self._on_host[storage])
+        )
+
+    def _depart(self, storage: int) -> None:
+        self._there[storage] = self._may_go[storage] = False
+        self.used_bytes -= self.table.nbytes[storage]
+        if self._on_host[storage]:
+            self._away[storage] = self._needed_ns(storage)
+            self._queue = None
+            return
+        self._in_reach[storage] = False
+        self._moved.append(storage)
+        if self._away and self._wanted[storage]:
+            self._need_what_it_is_made_of(storage)
+
+    def _go(self, storage: int, moves: dict[int, list[int]]) -> None:
+        """A storage goes for want of room."""
+        moves.setdefault(self._turn, []).append(storage)
+        self.went.append(storage)
+        self._depart(storage)
+
+    def _bury(self, storage: int) -> None:
+        """Nobody refers to the storage any more: it goes, if a recipe or a host copy would bring it back."""
+        if self.table.replayable[storage] or self._on_host[storage]:
+            self._depart(storage)
+
+    def _unpin(self, storage: int) -> None:
+        self._pins[storage] -= 1
+        if not self._pins[storage]:
+            self._seat(storage)
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+    def _make_room(self, nbytes: int) -> None:
+        """Let storages go until `nbytes` more fit. A copy out under way is waited for where that is cheaper."""
+        while self.used_bytes + nbytes > self.limit_bytes:
+            victim = self._first_to_go()
+            if self._going and (victim is None or self._rather_wait(self._going[0], victim)):
+                victim = self._going[0]
+                self._victims.setdefault(self._turn, []).append(victim)
+                self._wait_until(self._ready_ns[victim])
+                continue
+            if victim is None:
+                raise Failed
+            self._go(victim, self._victims)
+
+    def _rather_wait(self, leaving: int, victim: int) -> bool:
+        share = min(1.0, self.table.nbytes[leaving] / self.table.nbytes[victim])
+        return bool(self._ready_ns[leaving] - self.now_ns < self._cost_ns[victim] * share)
+
+    def _first_to_go(self, after_ns: float | None = None) -> int | None:
+        """Who goes first, among those next used later than `after_ns` if that is given."""
+        self._count_costs()
+        candidates = self._may_go if after_ns is None else self._may_go & (self._next_ns > after_ns)
+        storages = np.flatnonzero(candidates)
+        if not storages.size:
+            return None
+        scores = (self._cost_ns[storages] + 1) * self._worth[storages]
+        if self.guide.idle_weight:
+            idle_ns = np.maximum(self._next_ns[storages] - self.table.start_ns[self._turn], 0) + 1
+            scores *= idle_ns**-self.guide.idle_weight
+        return int(storages[np.argmin(scores)])
+
+    def _count_costs(self) -> None:
+        """Bring the costs of all that may go up to date."""
+        if self._moved:
+            self._stale |= self._touched()
+            self._moved.clear()
+        later = set()
+        for storage in self._stale:
+            if self._may_go[storage]:
+                self._cost_ns[storage] = self._replay_cost_ns(storage)
+            elif self._there[storage]:
+                later.add(storage)
+        self._stale = later
+
+    def _touched(self) -> set[int]:
+        """Whose cost may have changed by what moved: all that is made out of it through what is out of reach."""
+        exists, in_reach, children = self._exists, self._in_reach, self.table.children
+        moved = set(self._moved)
+        touched, todo = set(moved), list(moved)
+        while todo:
+            for child in children[todo.pop()]:
+                if child not in touched and exists[child]:
+                    touched.add(child)
+                    if not in_reach[child]:
+                        todo.append(child)
+        if self.guide.both_sides:
+            op_reads, maker = self.table.op_reads, self.table.maker
+            above, todo = set(moved), list(moved)
+            while todo:
+                made_by = maker[todo.pop()]
+                for parent in op_reads[made_by] if made_by >= 0 else ():
+                    if parent not in above:
+                        above.add(parent)
+                        if not in_reach[parent]:
+                            todo.append(parent)
+            touched |= above
+        return touched
+
+    def _replay_cost_ns(self, storage: int) -> float:
+        if self._on_host[storage]:
+            return 0.05 * self._in_ns[storage]  # the copy back is mostly hidden, and takes room and the link
+        table, in_reach = self.table, self._in_reach
+        maker, op_reads, op_ns = table.maker, table.op_reads, table.op_ns
+        todo = [maker[storage]]
+        seen = set(todo)
+        total_ns = op_ns[todo[0]]
+        while todo:
+            for read in op_reads[todo.pop()]:
+                if not in_reach[read]:
+                    op = maker[read]
+                    if op not in seen:
+                        seen.add(op)
+                        todo.append(op)
+                        total_ns += op_ns[op]
+        return total_ns + self._below_ns(storage) if self.guide.both_sides else total_ns
+
+    def _below_ns(self, storage: int) -> int:
+        table, seen, todo, total_ns = self.table, {storage}, [storage], 0
+        while todo:
+            for child in table.children[todo.pop()]:
+                if child not in seen and self._exists[child] and not self._in_reach[child]:
+                    seen.add(child)
+                    todo.append(child)
+                    total_ns += table.op_ns[table.maker[child]]
+        return total_ns
+
+    # -- replays ------------------------------------------------------------------------------------------------------
+    def _replay(self, target: int) -> None:
+        """Depth first from the target, as `delta.descent` walks."""
+        table = self.table
+        pending = self._missing_ops(target)
+        readers: dict[int, int] = {}
+        for op in pending:
+            for read in table.op_reads[op]:
+                readers[read] = readers.get(read, 0) + 1
+        stack: list[int] = []
+        self._enter(table.maker[target], stack)
+        while stack:
+            op = stack[-1]
+            missing = next((read for read in table.op_reads[op] if not self._in_reach[read]), None)
+            if missing is not None:
+                below = table.maker[missing]
+                if below not in pending:
+                    pending.add(below)
+                    for read in table.op_reads[below]:
+                        readers[read] = readers.get(read, 0) + 1
+                self._enter(below, stack)
+                continue
+            made = self._replay_op(op)
+            stack.pop()
+            pending.discard(op)
+            for read in table.op_reads[op]:
+                self._unpin(read)
+                readers[read] -= 1
+            for storage in (*made, *table.op_reads[op]):
+                if self._is_left_over(storage) and not readers.get(storage):
+                    self._bury(storage)
+
+    def _replay_op(self, op: int) -> list[int]:
+        table = self.table
+        for read in table.op_reads[op]:
+            if not self._there[read]:
+                self._fetch(read)
+        self._make_room(table.op_bytes[op])
+        for read in table.op_reads[op]:
+            self._wait_for(read)
+        self.replay_ns += table.op_ns[op]
+        self.now_ns += table.op_ns[op]
+        if self.cost_ns > self.at_most_ns:
+            raise Failed
+        made = [storage for storage in table.op_makes[op] if self._exists[storage] and not self._in_reach[storage]]
+        for storage in made:
+            self._arrive(storage)
+            self.replayed_ns[storage] = self.replayed_ns.get(storage, 0) + table.op_ns[op]
+        return made
+
+    def _is_left_over(self, storage: int) -> bool:
+        return (
+            self._there[storage] and not self._wanted[storage] and not self._pins[storage] and not self._moving[storage]
+        )
+
+    def _enter(self, op: int, stack: list[int]) -> None:
+        if op in stack or op < 0:
+            raise Failed
+        stack.append(op)
+        for read in self.table.op_reads[op]:
+            self._pins[read] += 1
+            self._may_go[read] = False
+
+    def _missing_ops(self, target: int) -> set[int]:
+        table, todo = self.table, [self.table.maker[target]]
+        missing = set(todo)
+        while todo:
+            for read in table.op_reads[todo.pop()]:
+                op = table.maker[read]
+                if not self._in_reach[read] and op not in missing:
+                    missing.add(op)
+                    todo.append(op)
+        return missing
+
+    # -- the link -----------------------------------------------------------------------------------------------------
+    def _leave(self, storage: int) -> None:
+        assert self.link is not None
+        self._moving[storage] = True
+        self._may_go[storage] = False
+        self._out_free_ns = max(self.now_ns, self._out_free_ns) + self.link.out_ns(self.table.nbytes[storage])
+        self._ready_ns[storage] = self._out_free_ns
+        self._going.append(storage)
+        self._leaving.setdefault(self._turn, []).append(storage)
+
+    def _fetch(self, storage: int) -> None:
+        self._make_room(self.table.nbytes[storage])
+        self._come_back(storage)
+
+    def _come_back(self, storage: int) -> None:
+        del self._away[storage]
+        self._queue = None
+        self._moving[storage] = True
+        self._in_free_ns = max(self.now_ns, self._in_free_ns) + self._in_ns[storage]
+        self._ready_ns[storage] = self._in_free_ns
+        self._arriving.append(storage)
+        self._arrive(storage)
+
+    def _poll(self) -> None:
+        """Take note of the copies that have ended by now."""
+        while self._going and self._ready_ns[self._going[0]] <= self.now_ns:
+            storage = self._going.popleft()
+            self._moving[storage] = False
+            self._on_host[storage] = True
+            if not self._pins[storage]:
+                self._depart(storage)
+            else:
+                self._stale.add(storage)
+        while self._arriving and self._ready_ns[self._arriving[0]] <= self.now_ns:
+            storage = self._arriving.popleft()
+            self._moving[storage] = False
+            self._stale.add(storage)
+            self._seat(storage)
+            if self._is_left_over(storage):
+                self._bury(storage)
+
+    def _wait_for(self, storage: int) -> None:
+        """Stand still until the copy back has ended, if one is under way."""
+        if self._moving[storage] and self._on_host[storage]:
+            waits_ns = self._ready_ns[storage] - self.now_ns
+            if waits_ns > 0:
+                self.waited_ns[storage] = self.waited_ns.get(storage, 0) + waits_ns
+            self._wait_until(self._ready_ns[storage])
+
+    def _wait_until(self, then_ns: int) -> None:
+        if then_ns > self.now_ns:
+            self.stall_ns += then_ns - self.now_ns
+            self.now_ns = then_ns
+        self._poll()
+
+    def _prefetch(self) -> None:
+        """Begin the copies back that are due, the one used first before the others; what is used later makes room."""
+        if self._queue is None:
+            self._queue = self._latest_starts()
+        now_ns = self.table.turns[self._turn].end_ns + max(0, self._in_free_ns - self.now_ns)
+        for due_ns, use_ns, storage in self._queue:
+            if due_ns > now_ns:
+                return
+            if (later_ns := self._needed_ns(storage)) > use_ns:  # what would have read it sooner is there again
+                self._away[storage], self._queue = later_ns, None
+                continue
+            nbytes = self.table.nbytes[storage]
+            while self.used_bytes + nbytes > self.limit_bytes:
+                victim = self._first_to_go(after_ns=use_ns)
+                if victim is None:
+                    return
+                self._go(victim, self._dropped)
+            self._coming.setdefault(self._turn, []).append(storage)
+            self._come_back(storage)
+            now_ns += self._in_ns[storage]
+
+    def _latest_starts(self) -> list[tuple[float, float, int]]:
+        """When each copy back has to begin at the latest, what is needed after it considered; when it is used; of what.
+        The soonest, in the order of their uses."""
+        queue, latest_ns = [], inf
+        waiting = ((use_ns, storage) for storage, use_ns in self._away.items() if use_ns < _NEVER_NS)
+        for use_ns, storage in reversed(nsmallest(_SOON, waiting)):
+            latest_ns = min(latest_ns, use_ns) - self._in_ns[storage]
+            queue.append((latest_ns - (self.guide.lead - 1) * self._in_ns[storage], use_ns, storage))
+        return queue[::-1]
+
+    def _need_what_it_is_made_of(self, gone: int) -> None:
+        """A storage went: what is away and its replay would read is needed when it is."""
+        use_ns = float(self._next_ns[gone])
+        seen, todo = {gone}, [gone]
+        while todo:
+            for read in self.table.op_reads[self.table.maker[todo.pop()]]:
+                if read in seen or self._there[read]:
+                    continue
+                seen.add(read)
+                if not self._in_reach[read]:
+                    todo.append(read)
+                elif use_ns < self._away.get(read, 0):
+                    self._away[read], self._queue = use_ns, None
+
+    def _needed_ns(self, storage: int) -> float:
+        """The next use of a storage that is away, by the program or by a replay of what is made out of it."""
+        first_ns, seen, todo = self._next_ns[storage], {storage}, [storage]
+        while todo:
+            for child in self.table.children[todo.pop()]:
+                if child not in seen and self._exists[child] and not self._in_reach[child]:
+                    seen.add(child)
+                    todo.append(child)
+                    if self._wanted[child]:
+                        first_ns = min(first_ns, self._next_ns[child])
+        return float(first_ns)

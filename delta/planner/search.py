@@ -1,0 +1,121 @@
+"""Which guide is best: a few that are known to be good, then changes to the best, each rehearsed.
+
+A rehearsal tells the whole cost of a guide, so the search may change whatever it likes: how much a single storage is
+worth, what is copied out ahead of need, how the time to the next use counts. It looks where the cost is: a storage
+that was replayed for long, or waited for, or that went. Every change that is not worse is kept. The same step is
+searched the same way each time.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+
+from delta.planner.foresight import foresee
+from delta.planner.rehearsal import Failed, Guide, Rehearsal
+from delta.planner.steplog import Plan
+from delta.planner.task import Task
+from delta.planner.timetable import Timetable
+from delta.types import Action, Link
+
+IDLE_WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)  # of what the link can carry in forward
+LEADS = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0)
+NUDGES = (0.5, 1.0, 2.0, 4.0)
+# Rehearsals of a long step take longer: their number times that of the turns, and the most and the fewest of them.
+EFFORT, MOST, FEWEST = 120_000, 400, 12
+
+
+def rehearse(task: Task) -> Plan:
+    """The plan that did best in rehearsal. Where none came through, or a policy does not recompute, one that knows the
+    next uses and leaves every action to the filter."""
+    plan = foresee(task.graph)
+    ruled = {action for action in task.forced.values() if action is not Action.KEEP}
+    if Action.RECOMPUTE not in task.allowed or ruled or not task.graph.turns:
+        return plan
+    link = task.link if Action.SWAP in task.allowed else None
+    best = _Search(Timetable(task.graph, kept=task.forced), task.limit_bytes, link).run()
+    if best is None:
+        return plan
+    swap_bytes = sum(plan.saved_bytes[order] for moves in best.moves().values() for order in moves.leaving)
+    return replace(plan, moves=best.moves(), replay_ns=best.replay_ns, swap_bytes=swap_bytes)
+
+
+class _Search:
+    def __init__(self, table: Timetable, limit_bytes: int, link: Link | None) -> None:
+        self.table, self.limit_bytes, self.link = table, limit_bytes, link
+        self.best: Rehearsal | None = None
+        self._random = random.Random(0)
+
+    def run(self) -> Rehearsal | None:
+        for idle_weight in IDLE_WEIGHTS:
+            for both_sides in (False, True):
+                self._try(Guide(idle_weight, both_sides))
+        self._try_swaps()
+        for _ in range(max(FEWEST, min(MOST, EFFORT // len(self.table.turns)))):
+            if self.best is None or not self.best.cost_ns:
+                break
+            self._try(self._changed(self.best))
+        return self.best
+
+    def _try(self, guide: Guide) -> None:
+        at_most_ns = inf if self.best is None else self.best.cost_ns
+        try:
+            self.best = Rehearsal(self.table, self.limit_bytes, self.link, guide, at_most_ns).run()
+        except Failed:
+            return
+
+    def _try_swaps(self) -> None:
+        """Copy out what took the most replay time for its bytes, as much as the link can carry in forward."""
+        if self.link is None:
+            return
+        if self.best is None:
+            best, replayed_ns = Guide(), dict.fromkeys(range(self.table.count), 1)
+        else:
+            best, replayed_ns = self.best.guide, self.best.replayed_ns
+        nbytes = self.table.nbytes
+        dearest = sorted((v for v in replayed_ns if nbytes[v]), key=lambda v: (-replayed_ns[v] / nbytes[v], v))
+        forward_ns = self.table.start_ns[self.table.backward]
+        for share in SHARES:
+            left_ns = share * forward_ns
+            swapped = set()
+            for storage in dearest:
+                took_ns = self.link.out_ns(nbytes[storage])
+                if took_ns <= left_ns:
+                    left_ns -= took_ns
+                    swapped.add(storage)
+            for idle_weight in sorted({best.idle_weight, 0.3, 0.75}):
+                self._try(replace(best, idle_weight=idle_weight, swapped=frozenset(swapped)))
+
+    def _changed(self, best: Rehearsal) -> Guide:
+        """The best guide with a few changes."""
+        draw, guide = self._random, best.guide
+        weights, swapped = dict(guide.weights), set(guide.swapped)
+        replayed = list(best.replayed_ns)
+        dear_ns = list(best.replayed_ns.values())
+        for _ in range(draw.choice((1, 1, 2, 4, 8))):
+            kind = draw.random()
+            if self.link is not None and kind < 0.3:
+                if replayed and self.table.uses[storage := draw.choices(replayed, dear_ns)[0]]:
+                    swapped.add(storage)
+            elif self.link is not None and kind < 0.5:
+                late = [storage for storage in best.waited_ns if storage in swapped]
+                if some := late if late and draw.random() < 0.5 else sorted(swapped):
+                    swapped.discard(draw.choice(some))
+            elif kind < 0.75 and replayed:
+                storage = draw.choices(replayed, dear_ns)[0]
+                weights[storage] = weights.get(storage, 0.0) + draw.choice(NUDGES)
+            else:
+                some_went = best.went and draw.random() < 0.4
+                storage = draw.choice(best.went) if some_went else draw.randrange(self.table.count)
+                weights[storage] = weights.get(storage, 0.0) - draw.choice(NUDGES)
+        return Guide(
+            max(0.0, min(1.2, guide.idle_weight + draw.choice((-0.2, -0.1, 0.1, 0.2))))
+            if draw.random() < 0.15
+            else guide.idle_weight,
+            guide.both_sides is not (draw.random() < 0.05),
+            weights,
+            frozenset(swapped),
+            draw.choice(LEADS) if draw.random() < 0.1 else guide.lead,
+        )

@@ -1,0 +1,54 @@
+"""What to say when the limit cannot be held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from delta.ledger import Record
+from delta.types import Kind
+from delta.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A moment at which the limit could not be held, and what was resident then, in words."""
+
+    limit_bytes: int
+    needed_bytes: int
+    parts: str
+
+    @property
+    def over_bytes(self) -> int:
+        return self.needed_bytes - self.limit_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"the budget of {format_bytes(self.limit_bytes)} for saved activations cannot be held: "
+            f"{format_bytes(self.needed_bytes)} have to be resident at once, made up of {self.parts}. "
+            "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, "
+            "filter.min_bytes)."
+        )
+
+
+def parts_of(records: Iterable[Record], coming_bytes: int, min_bytes: int) -> str:
+    """What is resident and cannot go, by the reason; `coming_bytes` are not there yet."""
+    parts = {"what the next op makes": coming_bytes}
+    parts |= {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}
+    parts |= {"still used by the program": 0, "not evictable under this policy": 0, "encoded forms": 0}
+    for rec in records:
+        parts["encoded forms"] += rec.encoded_bytes
+        if not rec.counted:
+            continue
+        if rec.pins:
+            parts["in use by the op at hand"] += rec.nbytes
+        elif rec.kind is Kind.SOURCE:
+            parts["inputs of the step"] += rec.nbytes
+        elif rec.nbytes < min_bytes:
+            parts["smaller than filter.min_bytes"] += rec.nbytes
+        elif not rec.held:
+            parts["still used by the program"] += rec.nbytes
+        else:
+            parts["not evictable under this policy"] += rec.nbytes
+    said = [f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes]
+    return ", ".join(said) or "nothing that could be named"

@@ -1,0 +1,76 @@
+"""Writes in place: each makes a new version of its storage, and a record of its own for it.
+
+What a dropped record's recipe still reads is cloned first (rule 5), if the write is told of. A write that nobody tells
+of is found by the version counter, and refused where its old value would be needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from delta.errors import StorageModifiedError
+from delta.types import Kind, OpInfo, Preserve
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+
+class Writes:
+    """`begin` before an op that writes, `end` after it, and `settle` when it has been recorded."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def begin(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Storages about to be written; returns the records whose old version was saved from it."""
+        core = self._core
+        preserved = set()
+        for tensor in tensors:
+            record = core.known(tensor)
+            if record is None or record in preserved:
+                continue
+            for instruction in core.engine.before_overwrite(record, time.perf_counter_ns()):
+                core.run([instruction])
+                if isinstance(instruction, Preserve):
+                    preserved.add(record)
+        return preserved
+
+    def end(self, tensors: Iterable[Tensor], preserved: set[int]) -> dict[int, int]:
+        """Storages were written: each becomes a new record. Returns old -> new."""
+        core = self._core
+        versions: dict[int, int] = {}
+        for tensor in tensors:
+            old = core.known(tensor)
+            if old is None or old in versions or old in versions.values():
+                continue
+            core.slots[old].seen = None  # this write is known of
+            rec = core.engine.ledger[old]
+            if not rec.users and not rec.handles and rec.op is None:
+                continue  # no recipe reads or makes the old version: the record can go on as it is
+            kind = Kind.PARAMETER if core.persistent.holds(tensor) else Kind.ACTIVATION
+            new = core.create(tensor, kind)
+            versions[old] = new
+            if old not in preserved:
+                core.slots[old].ref = None
+            core.run(core.engine.overwritten(old, new, old in preserved, time.perf_counter_ns()))
+        return versions
+
+    def settle(self, versions: Iterable[int]) -> None:
+        """The op that made new versions out of these has been recorded, or will not be."""
+        for old in versions:
+            self._core.run(self._core.engine.version_ended(old))
+
+    def refuse_unseen(self, op: OpInfo) -> None:
+        """Raise where an input of an op that is to be replayed has been written since, and nobody told."""
+        for source in op.inputs:
+            if self._core.slots[source].written_unseen:
+                raise StorageModifiedError(
+                    f"a dropped tensor cannot be made again: {op.name} would read "
+                    f"{self._core.engine.ledger[source].nbytes} bytes that were written after forward where Delta does "
+                    "not see it (by another thread, or by C++ code in backward). Write them after backward, or write "
+                    "into a clone."
+                )
