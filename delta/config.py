@@ -180,6 +180,19 @@ class PlannerConfig(_Model):
         description="mimose: part of the budget that plans leave unused",
         json_schema_extra={"default": "2%"},
     )
+    time_limit_s: float = Field(
+        default=20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that kind monet may search for a plan; other kinds ignore it",
+    )
+    gap: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="kind monet searches until its plan costs at most this share more than the best; other kinds "
+        "ignore it",
+    )
 
 
 class ReplayConfig(_Model):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from delta.planner.task import Planner
 
 SHIPPED_SCORES = ("delta", "delta-paper", "dtr", "coop", "msps", "size-staleness", "lru", "size")
-SHIPPED_PLANNERS = ("profile", "mimose", "optimal-checkpoint", "capuchin", "none")
+SHIPPED_PLANNERS = ("profile", "mimose", "monet", "optimal-checkpoint", "capuchin", "none")
 
 _scores = dict.fromkeys(SHIPPED_SCORES)
 _planners = dict.fromkeys(SHIPPED_PLANNERS)

@@ -73,6 +73,8 @@ class StepGraph:
     forward_needs: int = 0  # needs before backward began; 0 where backward alone needs
     needs_before: tuple[int, ...] = ()  # by save order: needs before it was made
     turns: tuple[Turn, ...] = ()  # where every access is announced
+    beside_saves: tuple[int, ...] = ()  # bytes of what is no saved storage, by save order, where they count
+    beside_needs: tuple[int, ...] = ()  # ... by need
 
     @property
     def next_needs(self) -> tuple[tuple[int, ...], ...]:
