@@ -147,8 +147,8 @@ def test_every_score_and_value_is_named() -> None:
 
 def test_the_page_of_policies_says_what_happens(tmp_path: Path) -> None:
     text = page("docs/policies.md")
-    overriding, _, mistaken = blocks(text, "python")
-    printed, message = blocks(text, "text")
+    overriding, *_, mistaken = blocks(text, "python")
+    printed, *_, message = blocks(text, "text")
     out = StringIO()
     with redirect_stdout(out):
         exec(overriding, names := {})
