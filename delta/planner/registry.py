@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from delta.planner.capuchin import capuchin, sooner
 from delta.planner.greedy import plan_step
 from delta.planner.monet import monet
@@ -9,15 +11,23 @@ from delta.planner.optimal_checkpoint import optimal_checkpoint
 from delta.planner.responsive import respond
 from delta.planner.steplog import Plan
 from delta.planner.task import Feedback, Planner, Task
+from delta.types import Action
+
+# The greedy planner gets stuck on chains that come back at once; the integer program may take this long to find a way.
+STUCK_S = 4.0
 
 
 def profile(task: Task) -> Plan:
-    """The planned form of policy `delta`."""
+    """The planned form of policy `delta`: greedy where that fits, the integer program where it gets stuck."""
     if task.everything:
         from delta.planner.search import rehearse  # needs numpy
 
         return rehearse(task)
-    return plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
+    plan = plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
+    if plan.peak_bytes <= task.limit_bytes or Action.RECOMPUTE not in task.allowed:
+        return plan
+    brief = task.options.model_copy(update={"time_limit_s": STUCK_S})
+    return monet(replace(task, options=brief))
 
 
 PLANNERS: dict[str, Planner] = {
