@@ -11,6 +11,7 @@ from builders import a_policy
 from logs import Log, chain, random_net, residual_net
 
 from delta.planner import registry
+from delta.planner.away import Away
 from delta.planner.foresight import foresee
 from delta.planner.rehearsal import Failed, Guide, Rehearsal
 from delta.planner.search import rehearse
@@ -200,3 +201,16 @@ def test_it_gives_up_when_nothing_more_can_go(tmp_path, planned):
     table = tabled(two_ways(5, 500), tmp_path, planned, 215)
     with pytest.raises(Failed):
         Rehearsal(table, 150, None, Guide()).run()
+
+
+# -- what is away -------------------------------------------------------------------------------------------------------
+def test_what_is_away_is_told_by_its_next_use():
+    away = Away()
+    for storage, use_ns in ((7, 30.0), (3, 10.0), (5, 20.0), (3, 40.0)):
+        away.set(storage, use_ns)
+    assert (len(away), away.soonest(2)) == (3, [(20.0, 5), (30.0, 7)])
+    assert away.is_used_after(3, 30.0)
+    assert not away.is_used_after(3, 40.0)
+    assert not away.is_used_after(4, 0.0), "it is here"
+    away.remove(7)
+    assert away.soonest(9) == [(20.0, 5), (40.0, 3)]

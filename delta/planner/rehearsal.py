@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from math import inf
 
 import numpy as np
 
+from delta.planner.away import Away
 from delta.planner.steplog import Moves
 from delta.planner.timetable import Timetable
 from delta.types import Link
@@ -85,7 +85,7 @@ class Rehearsal:
         self._going: deque[int] = deque()
         self._arriving: deque[int] = deque()
         self._out_free_ns = self._in_free_ns = 0
-        self._away: dict[int, float] = {}  # whole on the host and not here -> next use, or sooner
+        self._away = Away()  # whole on the host and not here
         self._queue: list[tuple[float, float, int]] | None = None  # see `_latest_starts`; None: look again
         self._leaves_after: dict[int, list[int]] = {}
         self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
@@ -186,7 +186,7 @@ class Rehearsal:
         self._there[storage] = self._may_go[storage] = False
         self.used_bytes -= self.table.nbytes[storage]
         if self._on_host[storage]:
-            self._away[storage] = self._needed_ns(storage)
+            self._away.set(storage, self._needed_ns(storage))
             self._queue = None
             return
         self._in_reach[storage] = False
@@ -395,7 +395,7 @@ class Rehearsal:
         self._come_back(storage)
 
     def _come_back(self, storage: int) -> None:
-        del self._away[storage]
+        self._away.remove(storage)
         self._queue = None
         self._moving[storage] = True
         self._in_free_ns = max(self.now_ns, self._in_free_ns) + self._in_ns[storage]
@@ -444,7 +444,8 @@ class Rehearsal:
             if due_ns > now_ns:
                 return
             if (later_ns := self._needed_ns(storage)) > use_ns:  # what would have read it sooner is there again
-                self._away[storage], self._queue = later_ns, None
+                self._away.set(storage, later_ns)
+                self._queue = None
                 continue
             nbytes = self.table.nbytes[storage]
             while self.used_bytes + nbytes > self.limit_bytes:
@@ -460,8 +461,8 @@ class Rehearsal:
         """When each copy back has to begin at the latest, what is needed after it considered; when it is used; of what.
         The soonest, in the order of their uses."""
         queue, latest_ns = [], inf
-        waiting = ((use_ns, storage) for storage, use_ns in self._away.items() if use_ns < _NEVER_NS)
-        for use_ns, storage in reversed(nsmallest(_SOON, waiting)):
+        waiting = (each for each in reversed(self._away.soonest(_SOON)) if each[0] < _NEVER_NS)
+        for use_ns, storage in waiting:
             latest_ns = min(latest_ns, use_ns) - self._in_ns[storage]
             queue.append((latest_ns - (self.guide.lead - 1) * self._in_ns[storage], use_ns, storage))
         return queue[::-1]
@@ -477,8 +478,9 @@ class Rehearsal:
                 seen.add(read)
                 if not self._in_reach[read]:
                     todo.append(read)
-                elif use_ns < self._away.get(read, 0):
-                    self._away[read], self._queue = use_ns, None
+                elif self._away.is_used_after(read, use_ns):
+                    self._away.set(read, use_ns)
+                    self._queue = None
 
     def _needed_ns(self, storage: int) -> float:
         """The next use of a storage that is away, by the program or by a replay of what is made out of it."""
