@@ -203,7 +203,7 @@ def test_it_gives_up_when_nothing_more_can_go(tmp_path, planned):
         Rehearsal(table, 150, None, Guide()).run()
 
 
-# -- what is away -------------------------------------------------------------------------------------------------------
+# -- what is away ------------------------------------------------------------------------------------------------------
 def test_what_is_away_is_told_by_its_next_use():
     away = Away()
     for storage, use_ns in ((7, 30.0), (3, 10.0), (5, 20.0), (3, 40.0)):
