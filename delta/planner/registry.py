@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from delta.planner.capuchin import capuchin, sooner
 from delta.planner.greedy import plan_step
-from delta.planner.monet import monet
+from delta.planner.monet import monet, whole_steps
 from delta.planner.optimal_checkpoint import optimal_checkpoint
 from delta.planner.responsive import respond
 from delta.planner.steplog import Plan
@@ -20,14 +21,23 @@ STUCK_S = 4.0
 def profile(task: Task) -> Plan:
     """The planned form of policy `delta`: greedy where that fits, the integer program where it gets stuck."""
     if task.everything:
-        from delta.planner.search import rehearse  # needs numpy
+        from delta.planner.search import can_be_rehearsed, rehearse  # needs numpy
 
-        return rehearse(task)
+        return rehearse(task, _covers(task) if can_be_rehearsed(task) else ())
     plan = plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
     if plan.peak_bytes <= task.limit_bytes or Action.RECOMPUTE not in task.allowed:
         return plan
-    brief = task.options.model_copy(update={"time_limit_s": STUCK_S})
-    return monet(replace(task, options=brief))
+    return monet(_briefly(task))
+
+
+def _covers(task: Task) -> Iterator[Sequence[Action]]:
+    """What the integer program would keep if nothing were swapped."""
+    without = tuple(action for action in task.allowed if action is not Action.SWAP)
+    yield from whole_steps(_briefly(replace(task, allowed=without)))
+
+
+def _briefly(task: Task) -> Task:
+    return replace(task, options=task.options.model_copy(update={"time_limit_s": STUCK_S}))
 
 
 PLANNERS: dict[str, Planner] = {

@@ -9,6 +9,7 @@ searched the same way each time.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -17,49 +18,81 @@ from delta.planner.rehearsal import Failed, Guide, Rehearsal
 from delta.planner.steplog import Plan
 from delta.planner.task import Task
 from delta.planner.timetable import Timetable
-from delta.types import Action, Link
+from delta.types import Action
 
 IDLE_WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)  # of what the link can carry in forward
 LEADS = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0)
 NUDGES = (0.5, 1.0, 2.0, 4.0)
+WORTH_KEEPING = 3.0
 # Rehearsals of a long step take longer: their number times that of the turns, and the most and the fewest of them.
 EFFORT, MOST, FEWEST = 120_000, 400, 12
 
 
-def rehearse(task: Task) -> Plan:
-    """The plan that did best in rehearsal. Where none came through, or a policy does not recompute, one that knows the
-    next uses and leaves every action to the filter."""
+def rehearse(task: Task, choices: Iterable[Sequence[Action]] = ()) -> Plan:
+    """The plan that did best in rehearsal; `choices` (an action for each storage, by save order) are tried, too. Where
+    none came through, or a policy does not recompute, one that knows the next uses and leaves every action to the
+    filter."""
+    if not can_be_rehearsed(task):
+        return foresee(task.graph)
+    search = _Search(task)
+    search.try_choices(choices)
+    return _plan(task, search.run())
+
+
+def rehearse_along(task: Task, choices: Iterable[Sequence[Action]]) -> Plan | None:
+    """The plan that did best in rehearsal among those that keep and swap what one of the `choices` does. None where
+    none came through."""
+    if not can_be_rehearsed(task):
+        return None
+    search = _Search(task)
+    search.try_choices(choices)
+    return _plan(task, search.best) if search.best is not None else None
+
+
+def can_be_rehearsed(task: Task) -> bool:
+    """Rules may keep storages, but not say how they go."""
+    ruled = any(action is not Action.KEEP for action in task.forced.values())
+    return Action.RECOMPUTE in task.allowed and not ruled and bool(task.graph.turns)
+
+
+def _plan(task: Task, best: Rehearsal | None) -> Plan:
     plan = foresee(task.graph)
-    ruled = {action for action in task.forced.values() if action is not Action.KEEP}
-    if Action.RECOMPUTE not in task.allowed or ruled or not task.graph.turns:
-        return plan
-    link = task.link if Action.SWAP in task.allowed else None
-    best = _Search(Timetable(task.graph, kept=task.forced), task.limit_bytes, link).run()
     if best is None:
         return plan
-    swap_bytes = sum(plan.saved_bytes[order] for moves in best.moves().values() for order in moves.leaving)
-    return replace(plan, moves=best.moves(), replay_ns=best.replay_ns, stall_ns=best.stall_ns, swap_bytes=swap_bytes)
+    moves = best.moves()
+    swap_bytes = sum(plan.saved_bytes[order] for each in moves.values() for order in each.leaving)
+    return replace(plan, moves=moves, replay_ns=best.replay_ns, stall_ns=best.stall_ns, swap_bytes=swap_bytes)
 
 
 class _Search:
-    def __init__(self, table: Timetable, limit_bytes: int, link: Link | None) -> None:
-        self.table, self.limit_bytes, self.link = table, limit_bytes, link
+    def __init__(self, task: Task) -> None:
+        self.table, self.limit_bytes = Timetable(task.graph, kept=task.forced), task.limit_bytes
+        self.link = task.link if Action.SWAP in task.allowed else None
         self.best: Rehearsal | None = None
+        self._held_over = task.graph.held_over
         self._random = random.Random(0)
+
+    def try_choices(self, choices: Iterable[Sequence[Action]]) -> None:
+        for actions in choices:
+            kept = {v: WORTH_KEEPING for v in self._held_over if actions[v] is Action.KEEP}
+            swapped = frozenset(v for v, action in enumerate(actions) if action is Action.SWAP)
+            for idle_weight in IDLE_WEIGHTS:
+                for lead in (1.5, 3.0) if swapped else (1.5,):
+                    self.attempt(Guide(idle_weight, False, kept, swapped, lead))
 
     def run(self) -> Rehearsal | None:
         for idle_weight in IDLE_WEIGHTS:
             for both_sides in (False, True):
-                self._try(Guide(idle_weight, both_sides))
+                self.attempt(Guide(idle_weight, both_sides))
         self._try_swaps()
         for _ in range(max(FEWEST, min(MOST, EFFORT // len(self.table.turns)))):
             if self.best is None or not self.best.cost_ns:
                 break
-            self._try(self._changed(self.best))
+            self.attempt(self._changed(self.best))
         return self.best
 
-    def _try(self, guide: Guide) -> None:
+    def attempt(self, guide: Guide) -> None:
         at_most_ns = inf if self.best is None else self.best.cost_ns
         try:
             self.best = Rehearsal(self.table, self.limit_bytes, self.link, guide, at_most_ns).run()
@@ -86,7 +119,7 @@ class _Search:
                     left_ns -= took_ns
                     swapped.add(storage)
             for idle_weight in sorted({best.idle_weight, 0.3, 0.75}):
-                self._try(replace(best, idle_weight=idle_weight, swapped=frozenset(swapped)))
+                self.attempt(replace(best, idle_weight=idle_weight, swapped=frozenset(swapped)))
 
     def _changed(self, best: Rehearsal) -> Guide:
         """The best guide with a few changes."""
