@@ -106,7 +106,7 @@ def test_a_rehearsed_step_is_no_slower_than_the_observed_one(link, tmp_path):
         for share in (0.8, 0.6):
             run = simulate(trace, DELTA, Share(share), link)
             if run.status == "ok":
-                assert run.overhead <= run.first_overhead + 0.002
+                assert run.overhead <= run.first_overhead + 0.02
 
 
 def test_the_same_step_is_planned_the_same_way(tmp_path, planned):
