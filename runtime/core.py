@@ -503,6 +503,7 @@ class Core:
                 self.device.free(slot.block)
         self.slots.clear()
         self._records.clear()
+        self._inbox.clear()  # storages that died of this are nobody's business any more
         self.swap.clear()
         self.device.close()
         self.timeline.close()

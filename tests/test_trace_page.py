@@ -19,7 +19,14 @@ def test_every_event_has_its_row() -> None:
     assert found == {kind: [field.name for field in fields(cls)] for kind, cls in KINDS.items()}
     assert "(true)" in dict((row[0], row[1]) for row in rows)["`op`"]
     optional = [field.name for cls in KINDS.values() for field in fields(cls) if field.default is not MISSING]
-    assert optional == ["replayable", "overwrites", "workspace_bytes"]
+    assert optional == [
+        "replayable",
+        "overwrites",
+        "workspace_bytes",
+        "encoded_bytes",
+        "encode_ns",
+        "decode_ns",
+    ]
 
 
 def test_the_header_is_complete() -> None:
