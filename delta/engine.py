@@ -411,6 +411,10 @@ class Engine:
             self.totals.warn("copy", "a copy to the host failed; the tensor was kept on the device")
         return self._settle(record)
 
+    def coming(self) -> None:
+        """A copy back has begun: its destination takes memory from here on."""
+        self.ledger.note_peak()
+
     def copied_in(self, record: int) -> list[Instruction]:
         """The device copy is whole again."""
         rec = self.ledger[record]

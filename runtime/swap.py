@@ -89,6 +89,7 @@ class Swap:
         if slot.storage is not None:  # else it has failed already, as whoever looks at it next will find
             slot.ref = self._core.track(slot.storage, record)
         self._coming.append(record)
+        self._core.engine.coming()
 
     def await_back(self, record: int) -> None:
         """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed."""

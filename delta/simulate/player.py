@@ -329,6 +329,7 @@ class Player:
                     from_right = self.engine.from_right(self.engine.maker(record))
                     self._allocate(record, self.machine.nbytes[record], from_right)
                     self._coming[record] = self.machine.copy_in(record)
+                    self.engine.coming()
                 case Hold(record) | Forget(record):
                     self._discard_encoded(record)
                 case Preserve(_):
