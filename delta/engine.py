@@ -350,6 +350,14 @@ class Engine:
             and self.ledger.recoverable(record)
         )
 
+    def stolen(self, record: int) -> list[Instruction]:
+        """The replay of an op has overwritten the storage of a `stealable` input: only its recipe is left."""
+        rec = self.ledger.records.get(record)
+        if rec is not None and rec.held:
+            self.ledger.let_go(record)
+            self._room.candidates.missing(rec)
+        return self.storage_gone(record)
+
     def backward_began(self) -> None:
         """Forward is over, where its accesses are needs too."""
         self.learner.backward_began()
