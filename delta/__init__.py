@@ -29,6 +29,7 @@ from delta.errors import (
 
 if TYPE_CHECKING:
     from delta.config import Policy
+    from delta.parts import register_planner, register_score
     from delta.policies import CallablePackage
     from delta.policies.loader import load as load_policy
     from delta.report import Report
@@ -56,6 +57,8 @@ __all__ = [
     "evict",
     "load_policy",
     "policies",
+    "register_planner",
+    "register_score",
 ]
 
 # name: (module, attribute); no attribute: the module itself, which for delta.policies can also be called
@@ -65,6 +68,8 @@ _LAZY = {
     "evict": ("delta.runtime.session", "evict"),
     "load_policy": ("delta.policies.loader", "load"),
     "policies": ("delta.policies", ""),
+    "register_planner": ("delta.parts", "register_planner"),
+    "register_score": ("delta.parts", "register_score"),
 }
 
 

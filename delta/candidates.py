@@ -11,7 +11,7 @@ from math import inf
 from delta.config import Policy
 from delta.costs import Costs, LinkQueue
 from delta.director import Choice, Director, Prospect
-from delta.filter import COSTLESS, SCORES, Candidate, Victims
+from delta.filter import COSTLESS, LINES, SCORES, Candidate, Victims
 from delta.filter.neighbours import cheapest_neighbours
 from delta.layout import Area
 from delta.learner import Learner
@@ -69,6 +69,10 @@ class Candidates:
             and rec.nbytes >= self._least_bytes
         )
 
+    def allows(self, action: Action) -> bool:
+        """Whether the policy has the action at all."""
+        return action in self._policy.director.actions
+
     def first(self, now_ns: int, room_bytes: float, short: bool) -> Going | None:
         """What goes next, encoded only if there is room for the encoded form. Where it is `short` of room and nothing
         else can go, without that: being over the limit for a moment is better than staying there."""
@@ -114,7 +118,8 @@ class Candidates:
         not: it changes with the queue on the link, for all records at once, and each time they are looked at."""
         score, actions = self._policy.filter.score, set(self._policy.director.actions)
         hidden_swaps = self.director.hidden_swap and Action.SWAP in actions and self._cost is Cost.ACTION
-        if actions - {Action.KEEP, Action.SWAP, Action.RECOMPUTE} or (hidden_swaps and score not in COSTLESS):
+        settled = not actions - {Action.KEEP, Action.SWAP, Action.RECOMPUTE} and (not hidden_swaps or score in COSTLESS)
+        if score not in LINES or not settled:
             return None
         return Victims(score, self._ledger, self._price_ns, self._next_use if score == "delta" else None)
 

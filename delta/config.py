@@ -8,6 +8,8 @@ configure.
 """
 
 import os
+from collections.abc import Callable
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self
 
@@ -24,11 +26,29 @@ from pydantic import (
 )
 
 from delta.errors import PolicyError
+from delta.parts import SHIPPED_PLANNERS, SHIPPED_SCORES, planner_names, score_names
 from delta.types import Action, Cost, Leftover
 from delta.units import Bytes, Share, parse_bytes, parse_size
 
-ScoreName = Literal["delta", "delta-paper", "dtr", "coop", "msps", "size-staleness", "lru", "size"]
-PlannerName = Literal["profile", "mimose", "optimal-checkpoint", "capuchin", "none"]
+
+def _among(names: Callable[[], tuple[str, ...]], what: str) -> Callable[[str], str]:
+    def check(given: str) -> str:
+        if given not in names():
+            close = get_close_matches(given, names(), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"no {what} {given!r} is registered.{hint} Give one of {', '.join(names())}")
+        return given
+
+    return check
+
+
+def _names_schema(shipped: tuple[str, ...]) -> WithJsonSchema:
+    """An editor offers the shipped names, and takes others: a program may register parts of its own."""
+    return WithJsonSchema({"anyOf": [{"enum": list(shipped)}, {"type": "string"}]})
+
+
+ScoreName = Annotated[str, AfterValidator(_among(score_names, "score")), _names_schema(SHIPPED_SCORES)]
+PlannerName = Annotated[str, AfterValidator(_among(planner_names, "planner")), _names_schema(SHIPPED_PLANNERS)]
 
 _SIZE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
 _SIZE_OR_SHARE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*(([kKmMgGtT][iI]?)?[bB]?|%)\s*$"
@@ -159,6 +179,19 @@ class PlannerConfig(_Model):
         default=Share(0.02),
         description="mimose: part of the budget that plans leave unused",
         json_schema_extra={"default": "2%"},
+    )
+    time_limit_s: float = Field(
+        default=20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that kind monet may search for a plan; other kinds ignore it",
+    )
+    gap: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="kind monet searches until its plan costs at most this share more than the best; other kinds "
+        "ignore it",
     )
 
 

@@ -90,7 +90,9 @@ class Recall:
             rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
             if rec is None or rec.held or rec.host is not Host.WHOLE:
                 continue
-            if self._fits(rec.nbytes - going_bytes, "auto"):
+            if rec.alive:  # it has not gone yet
+                out += self.bring(rec, now_ns)
+            elif self._fits(rec.nbytes - going_bytes, "auto"):
                 out.append(self.swap_in(rec, now_ns))
             else:
                 waiting.append(order)

@@ -44,7 +44,7 @@ make_venv() {
     rm -f "$stamp"
     say "Installing into $root/.venv: torch is large, the first time can take minutes"
     local install=("$bin/python" -m pip install --no-input --disable-pip-version-check
-        -c "$root/constraints.txt" -e "$root[test,dev,plan]")
+        -c "$root/constraints.txt" -e "$root[test,dev]")
     # -qq: errors only
     "${install[@]}" -qq || {
         say "The installation failed, see above. The next call tries again; for every detail: ${install[*]@Q}"

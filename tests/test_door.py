@@ -19,7 +19,16 @@ ERRORS = {
     "TimelineError",
     "TraceError",
 }
-NAMES = {"evict", "load_policy", "policies", "Policy", "Report", "__version__"} | ERRORS
+NAMES = {
+    "evict",
+    "load_policy",
+    "policies",
+    "Policy",
+    "register_planner",
+    "register_score",
+    "Report",
+    "__version__",
+} | ERRORS
 
 
 def test_exported_names():

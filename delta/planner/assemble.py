@@ -39,15 +39,17 @@ def _everything(task: Task, actions: Sequence[Action]) -> Plan:
     needs = graph.next_needs
     evictions: dict[int, list[tuple[int, Action]]] = {}
     back: dict[int, int] = {}  # save order -> its first need in backward
-    for order in graph.held_over:
-        if actions[order] is Action.KEEP:
+    for order, action in enumerate(actions):
+        if action is Action.KEEP:
             continue
         before = [position for position in needs[order] if position < began]
-        after = needs[order][len(before)]
         at = before[-1] if before else graph.needs_before[order] - 1
-        evictions.setdefault(max(at, 0), []).append((order, actions[order]))
-        if actions[order] is Action.SWAP:
-            back[order] = after
+        after = needs[order][len(before) :]
+        if graph.needs_before[order] > began:
+            at, after = (needs[order] or (at,))[-1], ()
+        evictions.setdefault(max(at, 0), []).append((order, action))
+        if action is Action.SWAP and after:
+            back[order] = after[0]
     sizes = tuple(graph.nodes[node].nbytes for node in graph.saved)
     return Plan(
         (Action.KEEP,) * len(sizes),

@@ -12,7 +12,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import add
 
 from delta.planner.steplog import StepGraph
 from delta.types import Action, Link
@@ -133,6 +134,8 @@ class _Walk:
             elif not self.available[graph.saved[v]]:
                 self._replay(graph.saved[v])
             resident.append(self.most + leaving.get(position, 0))
+        if graph.beside_needs:
+            resident = list(map(add, resident, graph.beside_needs))
         swap_bytes = sum(
             graph.nodes[node].nbytes for v, node in enumerate(graph.saved) if self.actions[v] is Action.SWAP
         )
@@ -165,7 +168,7 @@ class _Walk:
             change[until] -= graph.nodes[node].nbytes
             if self.actions[v] is Action.ENCODE:
                 change[v] += graph.nodes[node].encoded_bytes
-        return list(accumulate(change[:count]))
+        return list(map(add, accumulate(change[:count]), graph.beside_saves or repeat(0)))
 
     def _leaving(self) -> dict[int, int]:
         """Bytes still on their way out at each position: a copy out may not have ended when backward begins."""

@@ -41,13 +41,15 @@ def plan_step(
     link: Link,
     allowed: Sequence[Action],
     forced: Mapping[int, Action] | None = None,
+    begun: Sequence[Action] | None = None,
 ) -> Plan:
     """Plan a step like `graph` under `limit_bytes` of resident activations.
 
-    `forced` gives the action of single storages (by save order) that a rule of the policy decides. The plan may be over
-    the limit where nothing more can be evicted; `peak_bytes` tells.
+    `forced` gives the action of single storages (by save order) that a rule of the policy decides; `begun`, if given,
+    are actions to begin with and to take none of back. The plan may be over the limit where nothing more can be
+    evicted; `peak_bytes` tells.
     """
-    return _Greedy(graph, limit_bytes, link, tuple(allowed), forced or {}).plan()
+    return _Greedy(graph, limit_bytes, link, tuple(allowed), forced or {}, begun).plan()
 
 
 class _Greedy:
@@ -58,10 +60,15 @@ class _Greedy:
         link: Link,
         allowed: tuple[Action, ...],
         forced: Mapping[int, Action],
+        begun: Sequence[Action] | None,
     ) -> None:
         self.graph, self.limit, self.link, self.allowed, self.forced = graph, limit_bytes, link, allowed, forced
-        self.actions = [Action.KEEP] * len(graph.saved)
+        self.begun = begun or [Action.KEEP] * len(graph.saved)
+        self.actions = list(self.begun)
         self.replayed: set[int] = set()
+        for v, action in enumerate(self.begun):
+            if action is Action.RECOMPUTE:
+                self.replayed |= self._added_ops(v) or set()
         self.now: Forecast = forecast(graph, self.actions, link)
 
     def plan(self) -> Plan:
@@ -108,7 +115,8 @@ class _Greedy:
         options = []
         for v, action in enumerate(self.actions):
             node = graph.nodes[graph.saved[v]]
-            if action is not Action.KEEP or not node.evictable or graph.first_need[v] <= worst or not resident(v):
+            stuck = not node.evictable or not node.nbytes
+            if action is not Action.KEEP or stuck or graph.first_need[v] <= worst or not resident(v):
                 continue
             best = min(self._ways(v, node.nbytes), key=lambda option: option.per_byte, default=None)
             if best is not None:
@@ -198,10 +206,10 @@ class _Greedy:
                 return node.encode_ns + node.decode_ns
             return graph.ops[node.op].cost_ns if node.op is not None else 0.0
 
-        evicted = [v for v, action in enumerate(self.actions) if action is not Action.KEEP and v not in self.forced]
+        changed = (v for v, action in enumerate(self.actions) if action is not self.begun[v])
+        evicted = [v for v in changed if self.actions[v] is not Action.KEEP and v not in self.forced]
         for v in sorted(evicted, key=own_cost, reverse=True):
-            before = self.actions[v]
-            self.actions[v] = Action.KEEP
+            before, self.actions[v] = self.actions[v], self.begun[v]
             trial = forecast(graph, self.actions, self.link)
             if trial.peak_bytes <= self.limit and trial.cost_ns <= self.now.cost_ns:
                 self.now = trial

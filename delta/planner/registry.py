@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from delta.planner.capuchin import capuchin, sooner
 from delta.planner.greedy import plan_step
+from delta.planner.monet import monet
 from delta.planner.optimal_checkpoint import optimal_checkpoint
 from delta.planner.responsive import respond
 from delta.planner.steplog import Plan
@@ -22,6 +23,7 @@ def profile(task: Task) -> Plan:
 PLANNERS: dict[str, Planner] = {
     "profile": profile,
     "mimose": respond,
+    "monet": monet,
     "optimal-checkpoint": optimal_checkpoint,
     "capuchin": capuchin,
 }

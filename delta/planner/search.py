@@ -39,7 +39,7 @@ def rehearse(task: Task) -> Plan:
     if best is None:
         return plan
     swap_bytes = sum(plan.saved_bytes[order] for moves in best.moves().values() for order in moves.leaving)
-    return replace(plan, moves=best.moves(), replay_ns=best.replay_ns, swap_bytes=swap_bytes)
+    return replace(plan, moves=best.moves(), replay_ns=best.replay_ns, stall_ns=best.stall_ns, swap_bytes=swap_bytes)
 
 
 class _Search:

@@ -73,6 +73,8 @@ class StepGraph:
     forward_needs: int = 0  # needs before backward began; 0 where backward alone needs
     needs_before: tuple[int, ...] = ()  # by save order: needs before it was made
     turns: tuple[Turn, ...] = ()  # where every access is announced
+    beside_saves: tuple[int, ...] = ()  # bytes of what is no saved storage, by save order, where they count
+    beside_needs: tuple[int, ...] = ()  # ... by need
 
     @property
     def next_needs(self) -> tuple[tuple[int, ...], ...]:
@@ -123,6 +125,7 @@ class Plan:
     swap_bytes: int
     evictions: Mapping[int, tuple[tuple[int, Action], ...]] = field(default_factory=dict)  # after a need was served
     moves: Mapping[int, Moves] = field(default_factory=dict)  # by turn: a step rehearsed from end to end
+    stall_ns: int = 0  # time a rehearsed step stands still for copies
 
     @property
     def rehearsed(self) -> bool:
