@@ -210,6 +210,8 @@ class Player:
             self._do(self.engine.unsaved(record, self._now))
             return
         self._program.discard(record)
+        if record in self.engine.ledger and self.engine.ledger[record].held:
+            self.engine.loose(record)
         self._do(self._died(record))
 
     def _result(self, record: int) -> None:
