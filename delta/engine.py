@@ -85,7 +85,7 @@ class Engine:
         )
         if policy.planner.kind in FEEDBACK:
             self.learner.heed_late = self._heed_late
-        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout)
+        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
         self._largest_bytes = 0
