@@ -37,7 +37,8 @@ class Room:
         layout: Layout | None = None,
         announced: bool = False,
     ) -> None:
-        """`announced`: only Delta refers to storages. `layout`: None where the device has no addresses; then storages go one by one, whatever the policy says."""
+        """`announced`: only Delta refers to storages, so what it lets go of is free at once. `layout`: None where the
+        device has no addresses; then storages go one by one, whatever the policy says."""
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
         self._announced = announced

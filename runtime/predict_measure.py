@@ -1,8 +1,8 @@
 """What the simulator foretells of a training, beside what the training really does.
 
 A step of the plain program is traced, and simulated under each policy and the same budget. Then each policy trains in a
-process of its own, in turn with a plain one: peaks, times and bits are compared. Times are those of forward and backward,
-which is what a trace covers.
+process of its own, in turn with a plain one: peaks, times and bits are compared. Times are those of forward and
+backward, which is what a trace covers.
 
 Not covered: how it is shown (`predict`).
 """
@@ -98,7 +98,7 @@ def evicting() -> tuple[str, ...]:
 
 
 def on_this_device(name: str) -> Policy:
-    """The policy as it works on a CPU device, which has no addresses: storages go one by one (see policies/coop.yaml)."""
+    """The policy as it works on a CPU device, which has no addresses: storages go one by one (policies/coop.yaml)."""
     return load(name, overrides={"filter.choose": "one"})
 
 
@@ -116,7 +116,7 @@ def predict(
     timed_steps: int,
     done: Callable[[str], None] = lambda _: None,
 ) -> Prediction:
-    """Trace, simulate and measure; ``done`` gets each policy when it has been measured. DeltaError if a process fails."""
+    """Trace, simulate and measure; ``done`` gets each policy once it is measured. DeltaError if a process fails."""
     facts = machine_facts(DemoOptions(threads=spec.threads))
     trace = record(spec)
     rows = []
@@ -137,8 +137,8 @@ def predict(
 
 
 def record(spec: Spec) -> Trace:
-    """A trace of one plain step: of the steps recorded, the one whose ops took the least time, other work on the machine
-    having met it least."""
+    """A trace of one plain step: of the steps recorded, the one whose ops took the least time, because other work on
+    the machine met it least."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, f"{spec.model}.jsonl.gz")
         watched = replace(spec, mode="delta", activations=None, timeline=None, trace=str(path))
