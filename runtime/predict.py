@@ -47,7 +47,9 @@ def main(
     for name in model or ("gpt", "resnet50"):
         spec = base_spec(name, batch, threads)
         results.append(predict(spec, policy or evicting(), activations, steps, lambda done: typer.echo(done, err=True)))
-        typer.echo(f"{heading(results[-1])}\n{aligned([_HEAD, *map(cells, results[-1].rows)], range(1, 9), True)}\n")
+        typer.echo(
+            f"{heading(results[-1])}\n{aligned([_HEAD, *map(cells, results[-1].rows)], right=range(1, 9), rule=True)}\n"
+        )
     if write_docs:
         write_page(results, Path())
     if as_json:

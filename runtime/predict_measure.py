@@ -107,7 +107,7 @@ def base_spec(model: str, batch: int, threads: int) -> Spec:
     """A plain training of the model."""
     if model not in MODELS:
         raise DeltaError(f"model={model!r}: known are {', '.join(MODELS)}")
-    return replace(DemoOptions(batch=batch, threads=threads).spec("plain"), model=model)
+    return replace(DemoOptions(batch=batch, threads=threads).spec("plain"), model=model, timeline=None)
 
 
 def predict(
@@ -123,7 +123,7 @@ def predict(
     rows = []
     for policy in policies:
         run = simulate(trace, on_this_device(policy), parse_size(activations, what="activations"), trace.link)
-        limited = replace(spec, mode="delta", policy=policy, activations=activations, timeline=None)
+        limited = replace(spec, mode="delta", policy=policy, activations=activations)
         rows.append(_measure(spec, limited, run, timed_steps))
         done(policy)
     return Prediction(
@@ -142,7 +142,7 @@ def record(spec: Spec) -> Trace:
     the machine met it least."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, f"{spec.model}.jsonl.gz")
-        watched = replace(spec, mode="delta", activations=None, timeline=None, trace=str(path))
+        watched = replace(spec, mode="delta", activations=None, trace=str(path))
         with WorkerProcess(watched) as worker:
             worker.wait_ready()
             for index in range(SKIPPED_STEPS + TRACED_STEPS):
@@ -164,7 +164,7 @@ def _measure(plain: Spec, limited: Spec, run: Run, timed_steps: int) -> Row:
         report = workers["delta"].ask({"do": "finish"})["report"]
 
     def passes_ns(mode: str) -> float:
-        return median(answer["passes_ns"] for answer in answers[mode][WARM_UP_STEPS:last])
+        return float(median(answer["passes_ns"] for answer in answers[mode][WARM_UP_STEPS:last]))
 
     def same(what: str) -> bool:
         return [answer[what] for answer in answers["plain"]] == [answer[what] for answer in answers["delta"]]
