@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from delta.config import Policy
@@ -39,6 +39,7 @@ class Candidates:
         self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
         self._host_full = False
         self._stuck: set[int] = set()  # cannot be replayed after all
+        self._passed: set[int] = set()  # would free nothing now
         self._victims = self._ranked()
 
     def new_step(self) -> None:
@@ -63,6 +64,7 @@ class Candidates:
         return (
             rec.held
             and not rec.pins
+            and rec.id not in self._passed
             and rec.kind is Kind.ACTIVATION
             and not rec.being_encoded
             and rec.host in (Host.NONE, Host.WHOLE)
@@ -101,9 +103,16 @@ class Candidates:
         self._stuck.add(rec.id)
         self._ledger.touched.add(rec.id)
 
+    def pass_over(self, records: Iterable[Record]) -> None:
+        """These are no candidates until `unstuck`."""
+        self._passed.update(rec.id for rec in records)
+        self._ledger.touched |= self._passed
+
     def unstuck(self) -> None:
-        self._ledger.touched |= self._stuck
+        """All are candidates again that were not for a moment."""
+        self._ledger.touched |= self._stuck | self._passed
         self._stuck.clear()
+        self._passed.clear()
 
     def missing(self, rec: Record) -> None:
         """The record's bytes are gone."""

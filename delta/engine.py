@@ -85,7 +85,7 @@ class Engine:
         )
         if policy.planner.kind in FEEDBACK:
             self.learner.heed_late = self._heed_late
-        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout)
+        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
         self._largest_bytes = 0
@@ -349,6 +349,14 @@ class Engine:
             and rec.host is Host.NONE
             and self.ledger.recoverable(record)
         )
+
+    def stolen(self, record: int) -> list[Instruction]:
+        """The replay of an op has overwritten the storage of a `stealable` input: only its recipe is left."""
+        rec = self.ledger.records.get(record)
+        if rec is not None and rec.held:
+            self.ledger.let_go(record)
+            self._room.candidates.missing(rec)
+        return self.storage_gone(record)
 
     def backward_began(self) -> None:
         """Forward is over, where its accesses are needs too."""

@@ -35,10 +35,13 @@ class Room:
         learner: Learner,
         totals: Totals,
         layout: Layout | None = None,
+        announced: bool = False,
     ) -> None:
-        """`layout`: None where the device has no addresses; then storages go one by one, whatever the policy says."""
+        """`announced`: only Delta refers to storages, so what it lets go of is free at once. `layout`: None where the
+        device has no addresses; then storages go one by one, whatever the policy says."""
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
+        self._announced = announced
         self._layout = layout if policy.filter.choose == "window" else None
         self.candidates = Candidates(policy, ledger, queue, learner)
         self.following = Following(ledger, learner, self.candidates, self.carry_out)
@@ -123,11 +126,17 @@ class Room:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free."""
         out: list[Instruction] = []
         room_bytes = coming_bytes + spare_bytes - over_bytes  # free by now, if what was to go has gone
+        later_bytes = 0  # free when the program lets go of them too
         while over_bytes > 0 and (victims := self._next(over_bytes, room_bytes, over_bytes > spare_bytes, now_ns)):
-            gone, gone_bytes = self._let_go(victims, now_ns)
+            floating = [rec for _, rec in victims if self._floats(rec)]
+            if floating and later_bytes >= over_bytes:
+                self.candidates.pass_over(floating)  # more of these would not help now, and are not needed later
+                continue
+            gone, gone_bytes, floating_bytes = self._let_go(victims, now_ns)
             out += gone
             over_bytes -= gone_bytes
             room_bytes += gone_bytes
+            later_bytes += floating_bytes
         self.candidates.unstuck()
         coming_bytes = max(0, coming_bytes)
         lenient_bytes = spare_bytes + (coming_bytes if guess else 0)
@@ -143,7 +152,7 @@ class Room:
         out: list[Instruction] = []
         areas = self._layout.areas(nbytes)
         while not out and (victims := self.candidates.together(areas, now_ns)):
-            out, _ = self._let_go(victims, now_ns)
+            out, _, _ = self._let_go(victims, now_ns)
         self.candidates.unstuck()
         return out
 
@@ -157,17 +166,27 @@ class Room:
         first = self.candidates.first(now_ns, room_bytes, short)
         return [first] if first is not None else []
 
-    def _let_go(self, victims: Sequence[Going], now_ns: int) -> tuple[list[Instruction], int]:
-        """Evict these, up to the first that cannot be replayed after all; how many bytes went."""
+    def _let_go(self, victims: Sequence[Going], now_ns: int) -> tuple[list[Instruction], int, int]:
+        """Evict these, up to the first that cannot be replayed after all; how many bytes went, and how many will when
+        the program lets go of them."""
         out: list[Instruction] = []
-        gone_bytes = 0
+        gone_bytes = floating_bytes = 0
         for choice, rec in victims:
             if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
                 self.candidates.stuck(rec)
                 break
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
-            gone_bytes += rec.nbytes - choice.stays_bytes
-        return out, gone_bytes
+            if self._floats(rec):
+                floating_bytes += rec.nbytes - choice.stays_bytes
+            else:
+                gone_bytes += rec.nbytes - choice.stays_bytes
+        return out, gone_bytes, floating_bytes
+
+    def _floats(self, rec: Record) -> bool:
+        """Whether the program still uses the storage, so that its bytes stay for now, whoever lets go of them."""
+        log = self._learner.log
+        saving = 0 <= rec.saved_at < len(log.saves) and not log.needs
+        return saving and not self._announced and rec.saved_at not in log.loose_at
 
     def carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
         self.evicted = True

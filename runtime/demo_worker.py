@@ -20,17 +20,23 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import delta
 from delta.errors import DeltaError
 from delta.runtime.demo_measure import ResidentBytes, ResidentPeak, SavedBytes, digest, gradient_digest
-from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
+from delta.runtime.demo_model import Gpt, GptConfig
+from delta.runtime.predict_models import Task, gpt, resnet
 from delta.runtime.settle import settle_kernels
+from delta.trace import Recording
+
+SKIPPED_STEPS = 2  # first-touch page faults
+TRACED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,8 @@ class Spec:
     """What a worker trains and how.
 
     ``mode``: ``plain``, ``delta`` (with ``activations=None`` it only watches), ``checkpoint`` (per block) or
-    ``save_on_cpu``.
+    ``save_on_cpu``. ``model``: one of `predict_models`, ``gpt`` with the sizes given here. ``trace``: a file for the
+    `TRACED_STEPS` steps after the first `SKIPPED_STEPS` (mode ``delta`` only).
     """
 
     mode: str
@@ -53,6 +60,8 @@ class Spec:
     activations: str | None
     policy: str
     timeline: str | None
+    model: str = "gpt"
+    trace: str | None = None
 
 
 class _Run(Protocol):
@@ -68,9 +77,8 @@ class Trainer:
         settle_kernels()  # for the plain side too: else two plain processes may differ
         _make_deterministic(spec.device)
         self._spec = spec
-        config = GptConfig(layers=spec.layers, width=spec.width, heads=spec.heads, seq=spec.seq)
-        self._model = Gpt(config).to(spec.device)
-        self._batches = Batches(stdlib_bytes(), batch=spec.batch, seq=spec.seq, seed=spec.seed)
+        self._task: Task = _gpt(spec) if spec.model == "gpt" else resnet(spec.model, spec.batch, spec.seed)
+        self._model = self._task.model.to(spec.device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4)
         if spec.mode == "checkpoint":
             _checkpoint_blocks(self._model)
@@ -80,11 +88,11 @@ class Trainer:
 
     def step(self, index: int, count: bool = False) -> dict[str, Any]:
         """One training step. Timed: forward, backward, optimizer; not timed: making the batch, hashing."""
-        text = self._batches[index].to(self._spec.device)
+        batch = self._batch(index)
         counter = self._counter() if count else None
         began_ns = self._now_ns()
         with counter or nullcontext():
-            loss = next_byte_loss(self._model, text)
+            loss = self._task.loss(batch)
             loss.backward()
         middle_ns = self._now_ns()
         gradients = gradient_digest(self._model)
@@ -92,7 +100,12 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         time_ns = (middle_ns - began_ns) + (self._now_ns() - resumed_ns)
-        answer: dict[str, Any] = {"time_ns": time_ns, "loss": float(loss.detach()).hex(), "gradients": gradients}
+        answer: dict[str, Any] = {
+            "time_ns": time_ns,
+            "passes_ns": middle_ns - began_ns,
+            "loss": float(loss.detach()).hex(),
+            "gradients": gradients,
+        }
         if count:
             answer["counted_peak_bytes"] = None if counter is None else counter.peak_bytes
         return answer
@@ -121,8 +134,11 @@ class Trainer:
     def _count_saved_bytes(self) -> int:
         """The peak of saved activations of one plain step, counted after everything else has been measured."""
         with SavedBytes(self._model) as saved:
-            next_byte_loss(self._model, self._batches[0].to(self._spec.device)).backward()
+            self._task.loss(self._batch(0)).backward()
         return saved.peak_bytes
+
+    def _batch(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(self._spec.device) for tensor in self._task.batch(index))
 
     def _counter(self) -> SavedBytes | None:
         match self._spec.mode:
@@ -148,7 +164,13 @@ def _make_deterministic(device: str) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _checkpoint_blocks(model: Gpt) -> None:
+def _gpt(spec: Spec) -> Task:
+    config = GptConfig(layers=spec.layers, width=spec.width, heads=spec.heads, seq=spec.seq)
+    return gpt(config, batch=spec.batch, seed=spec.seed)
+
+
+def _checkpoint_blocks(model: nn.Module) -> None:
+    assert isinstance(model, Gpt)
     for block in model.blocks:
         # Replaced on the instance: that is what wrapping a block by hand amounts to.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -159,8 +181,14 @@ def _session(spec: Spec, model: nn.Module) -> AbstractContextManager[_Run | None
         return torch.autograd.graph.save_on_cpu(pin_memory=True)
     if spec.mode != "delta":
         return nullcontext()
+    trace = None if spec.trace is None else Recording(Path(spec.trace), SKIPPED_STEPS, TRACED_STEPS)
     return delta.evict(
-        model, activations=spec.activations, policy=spec.policy, timeline=spec.timeline, device=spec.device
+        model,
+        activations=spec.activations,
+        policy=spec.policy,
+        timeline=spec.timeline,
+        trace=trace,
+        device=spec.device,
     )
 
 

@@ -50,7 +50,7 @@ class Rematerialiser:
             core.slots[source].ref = core.slots[source].storage = None
         core.run(engine.replayed(op, wanted))
         for source in stolen:
-            core.run(engine.storage_gone(source))
+            core.run(engine.stolen(source))
         core.spent(ended_ns - began_ns)
         self.spent_ns += ended_ns - began_ns
         nbytes = sum(product.nbytes for product in recipe.products if product.record in wanted)

@@ -219,7 +219,8 @@ def test_checkpointing_gives_the_same_bits() -> None:
 def test_delta_worker_trains_inside_the_block(runs: list[FakeRun]) -> None:
     answers = converse(replace(TINY.spec("delta"), timeline="t.jsonl"), *STEPS, FINISH)
     (run,) = runs
-    assert run.arguments == {"activations": "40%", "policy": "delta", "timeline": "t.jsonl", "device": "cpu"}
+    given = {"activations": "40%", "policy": "delta", "timeline": "t.jsonl", "trace": None, "device": "cpu"}
+    assert run.arguments == given
     assert run.entered == 1 and not run.open
     assert answers[-1]["report"]["peak_activation_bytes"] == 7
     assert answers[-1]["counted_peak_bytes"] is None

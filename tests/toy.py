@@ -91,6 +91,9 @@ class Toy:
     def let_go(self, *records: int) -> list[Instruction]:
         """The program uses these no more."""
         self.program -= set(records)
+        for record in records:
+            if record in self.mine:
+                self.engine.loose(record)
         return self._do([]) + [i for record in records for i in self._died(record)]
 
     def need(self, record: int, at: int) -> list[Instruction]:
@@ -143,10 +146,12 @@ class Toy:
         for source in op.inputs:
             if source in self.coming:
                 done += self.copy_ends(source)
-        made = self.engine.made_again(op)
+        made, stolen = self.engine.made_again(op), self.engine.stealable(op)
         self.mine |= set(made)
+        self.mine -= stolen
         self.replayed.append(op.outputs[0])
-        return done + self._do(self.engine.replayed(op, made))
+        done += self._do(self.engine.replayed(op, made))
+        return done + [instruction for record in stolen for instruction in self._do(self.engine.stolen(record))]
 
     def _do(self, instructions: Iterable[Instruction]) -> list[Instruction]:
         self.engine.ledger.validate()

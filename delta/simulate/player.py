@@ -210,6 +210,8 @@ class Player:
             self._do(self.engine.unsaved(record, self._now))
             return
         self._program.discard(record)
+        if record in self.engine.ledger and self.engine.ledger[record].held:
+            self.engine.loose(record)
         self._do(self._died(record))
 
     def _result(self, record: int) -> None:
@@ -259,7 +261,7 @@ class Player:
         self._do(engine.before_replay(op, self._now))
         for source in op.inputs:
             self._ready(source)
-        made = engine.made_again(op)
+        made, stolen = engine.made_again(op), engine.stealable(op)
         twins = {record: next(self._ids) for record in op.outputs if record not in made}  # made once more, for nothing
         for record in op.outputs:
             self._allocate(twins.get(record, record), machine.nbytes[record], engine.from_right(op.name))
@@ -271,6 +273,14 @@ class Player:
         if self.replay_ns > self._limit_ns:
             raise Thrash
         self._do(engine.replayed(op, made))
+        for source in stolen:
+            self._steal(source)
+
+    def _steal(self, record: int) -> None:
+        """A replay has written over the storage of an input that nobody will read again."""
+        self._do(self.engine.stolen(record))
+        if self.machine.holds(record):
+            self._do(self._died(record))
 
     def _ready(self, record: int) -> None:
         """Wait for the copy back, if the record is on its way."""

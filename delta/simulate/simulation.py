@@ -106,7 +106,8 @@ def simulate(
     nbytes = budget_bytes(trace, budget)
     everything = trace.evictable is Evictable.ALL
     machine = Machine(ALLOCATORS[allocator](nbytes if everything else _AMPLE_BYTES), link)
-    limit = Budget(activations=Bytes(nbytes - trace.constant_bytes if everything else nbytes))
+    # Of what autograd saves a share is taken as it is: its bytes are known only when one step has been seen.
+    limit = Budget(activations=Bytes(nbytes - trace.constant_bytes) if everything else budget)
     layout = _layout(policy, machine, everything)
     engine = Engine(_fitting(policy, link), limit, link or _NO_LINK, announced=everything, layout=layout)
     watched = Stopwatch(engine, clock)

@@ -1,0 +1,117 @@
+"""``scripts/predict``, also ``python -m delta.runtime.predict``: the simulator's figures beside measured ones.
+
+Run by hand on a quiet machine. It prints a table, and fails only where gradients differ from plain PyTorch's.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from delta.errors import DeltaError
+from delta.runtime.bench_pages import fill
+from delta.runtime.predict_measure import MODELS, Prediction, Row, base_spec, evicting, predict
+from delta.text import aligned
+from delta.units import format_bytes
+
+PAGE = Path("docs/predicted.md")
+RESULT = Path("docs/predicted.json")
+COMMAND = "scripts/predict --write-docs"
+_HEAD = (
+    "policy",
+    "limit",
+    "peak",
+    "counted",
+    "predicted",
+    "difference",
+    "overhead",
+    "predicted",
+    "points",
+    "gradients",
+)
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODELS)}; may be repeated.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="A shipped policy; may be repeated. Default: all.")] = None,
+    activations: Annotated[str, typer.Option(help="The budget, as delta.evict(activations=...) takes it.")] = "50%",
+    batch: Annotated[int, typer.Option(help="Sequences or pictures in a batch.")] = 4,
+    steps: Annotated[int, typer.Option(help="Timed training steps.")] = 4,
+    threads: Annotated[int, typer.Option(help="Threads of PyTorch in each process.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON in the last line.")] = False,
+    write_docs: Annotated[bool, typer.Option("--write-docs", help=f"Fill {PAGE} and write {RESULT}.")] = False,
+) -> None:
+    """Train each model plain and under each policy, and compare peak and overhead with what the simulator foretells."""
+    results = []
+    for name in model or ("gpt", "resnet50"):
+        spec = base_spec(name, batch, threads)
+        results.append(predict(spec, policy or evicting(), activations, steps, lambda done: typer.echo(done, err=True)))
+        typer.echo(
+            f"{heading(results[-1])}\n{aligned([_HEAD, *map(cells, results[-1].rows)], right=range(1, 9), rule=True)}\n"
+        )
+    if write_docs:
+        write_page(results, Path())
+    if as_json:
+        typer.echo(json.dumps([result.as_dict() for result in results]))
+    if not all(row.gradients_identical for result in results for row in result.rows):
+        raise typer.Exit(1)
+
+
+def heading(result: Prediction) -> str:
+    """What was trained."""
+    return (
+        f"{result.model}, batch {result.batch}, activations={result.activations}, {result.threads} threads, "
+        f"{result.timed_steps} timed steps"
+    )
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A line of the table."""
+    points = row.overhead_points
+    return (
+        row.policy,
+        format_bytes(row.limit_bytes),
+        format_bytes(row.peak_bytes),
+        format_bytes(row.counted_peak_bytes),
+        format_bytes(row.predicted_peak_bytes),
+        f"{row.peak_difference:+.1%}",
+        f"{row.overhead:.3f}",
+        row.status if row.predicted_overhead is None else f"{row.predicted_overhead:.3f}",
+        "-" if points is None else f"{points:+.1f}",
+        "identical" if row.gradients_identical and row.losses_identical else "DIFFERENT",
+    )
+
+
+def figures(results: list[Prediction]) -> dict[str, str]:
+    """Name of a place in the page -> what belongs there."""
+    facts = "\n".join(f"- {name}: {fact}" for name, fact in results[0].machine.items())
+    return {"setting": f"{facts}\n- command: `{COMMAND}`", "tables": "\n\n".join(map(_markdown, results))}
+
+
+def _markdown(result: Prediction) -> str:
+    lines = [_HEAD, ("---",) * len(_HEAD), *map(cells, result.rows)]
+    return f"{heading(result)}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_page(results: list[Prediction], root: Path) -> None:
+    """Fill the page of the checkout at ``root``, and keep the results beside it."""
+    page = root / PAGE
+    page.write_text(fill(page.read_text(encoding="utf-8"), figures(results)), encoding="utf-8")
+    text = json.dumps([result.as_dict() for result in results], indent=2)
+    (root / RESULT).write_text(text + "\n", encoding="utf-8")
+
+
+def run() -> None:
+    """The command. A DeltaError is a message on stderr and exit code 2."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    try:
+        app(prog_name="scripts/predict")
+    except DeltaError as error:
+        typer.echo(f"scripts/predict: {error}", err=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    run()
