@@ -196,6 +196,7 @@ def _simulated(
     """Every trace under every policy and budget; whatever cannot be read is an error before the first run."""
     from delta.policies.loader import load
     from delta.simulate import ALLOCATORS, simulate
+    from delta.stdout import others_to_stderr
     from delta.trace import read
     from delta.types import Link
 
@@ -208,7 +209,9 @@ def _simulated(
     sizes = [_budget(text) for text in budgets]
     for trace in [read(path) for path in traces]:
         for policy, size in itertools.product(loaded, sizes):
-            yield simulate(trace, policy, size, way or trace.link, allocator, time.perf_counter_ns)
+            with others_to_stderr():
+                done = simulate(trace, policy, size, way or trace.link, allocator, time.perf_counter_ns)
+            yield done
 
 
 def _budget(text: str) -> Bytes | Share:
