@@ -46,6 +46,17 @@ def no_leaks() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes with one thread."""
+    import torch  # here, so that tests of the pure part run without it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def spill_dir(tmp_path: Path) -> Iterator[Path]:
     """A directory for spill files, which must be empty again when the test has ended."""
     directory = tmp_path / "spill"

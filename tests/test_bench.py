@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -37,17 +37,11 @@ from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, st
 from delta.runtime.demo_worker import Spec, serve
 from delta.timeline import Timeline
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 TINY = DemoOptions(steps=2, batch=2, layers=2, width=32, seq=16, threads=1, timeline="")
 tight = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")  # so small that one op's tensors are over it
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- counting from outside --------------------------------------------------------------------------------------------

@@ -13,17 +13,9 @@ from delta.ledger import Ledger
 from delta.runtime import rematerialise
 from delta.runtime.hooks import Hooks
 
-pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"), pytest.mark.usefixtures("one_thread")]
 
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def steps(case: Case, model: nn.Module) -> None:

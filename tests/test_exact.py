@@ -6,15 +6,9 @@ from models import CASES, train
 
 import delta
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 20
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,9 @@ import delta
 from delta.runtime.hooks import Handle, Hooks, Passed
 from delta.runtime.watch import Watched
 
-pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"), pytest.mark.usefixtures("one_thread")]
 
 POLICIES = ["delta", "swap", "recompute"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def block(policy="delta", activations="0%", device="chaos:4", **more):

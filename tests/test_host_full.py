@@ -4,24 +4,17 @@ import errno
 import os
 
 import pytest
-import torch
 from models import CASES, train
 
 import delta
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 3
 
 
 def policy(name, spill_dir, **more):
     return delta.load_policy(name, {"filter.min_bytes": 0, "host.spill_dir": str(spill_dir), **more})
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")

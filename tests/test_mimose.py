@@ -11,16 +11,10 @@ from delta.engine import Engine
 from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
 from delta.types import Mode
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LIMIT_BYTES = 5 * 2**18
 OBSERVED = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

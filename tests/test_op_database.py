@@ -5,7 +5,6 @@ shown to be so here.
 """
 
 import ctypes
-from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
@@ -18,19 +17,13 @@ from delta.runtime.opfacts import facts_of
 from delta.runtime.rawmem import tensor_at
 from delta.runtime.spill import SpillFile
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # `scripts/gpu-check` collects the tests on machines with no more than PyTorch and what Delta itself needs.
 MISSING = "PyTorch's operator database imports expecttest and numpy, which the extra `test` of setup.cfg installs"
 opdb = pytest.importorskip("opdb", reason=MISSING)
 exactness = pytest.importorskip("exactness", reason=MISSING)
 Handled, Verdict = opdb.Handled, opdb.Verdict
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", [name for name, op in opdb.ops().items() if opdb.dtypes_of(op)])

@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import delta
 from delta.engine import Engine
 
-pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning", "ignore:a copy to the host failed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning", "ignore:a copy to the host failed"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 STEPS = 4  # observed, planned, refined, and once more
 POLICIES = ["delta", "delta-paper", "swap", "recompute"]
@@ -28,14 +31,6 @@ def examples(count: int) -> settings:
         database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

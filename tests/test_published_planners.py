@@ -1,20 +1,13 @@
 """Planners of published policies on the real CPU engine: the same numbers as plain PyTorch, under the budget."""
 
 import pytest
-import torch
 from models import CASES, train
 
 import delta
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("policy", ["optimal-checkpoint", "capuchin"])

@@ -50,14 +50,6 @@ def unquoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]*)`", cell)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # --- README -----------------------------------------------------------------------------------------------------------
 
 

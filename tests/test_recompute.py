@@ -13,15 +13,9 @@ from delta.runtime.opfacts import facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, Slot, fill, replay, results_of, strip
 from delta.runtime.view import View
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,10 @@ from delta.trace import Evictable, Recording, Trace, read, summary
 from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Result, Save, Unsave
 from delta.trace.inventory import Inventory
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 EVICTING = [("recompute", "cpu"), ("swap", "chaos:1"), ("delta", "chaos:2")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Plain(TorchDispatchMode):
