@@ -171,8 +171,9 @@ class Engine:
     def saved(self, record: int, signature: int, now_ns: int, look: Look = ANY_LOOK) -> list[Instruction]:
         """Autograd saved a tensor on `record`. The record is alive."""
         rec = self.ledger[record]
-        begins, plans_before, began_ns = not self.learner.in_step, self._plans_made, self._clock()
+        begins, plans_before, began_ns = not self.learner.in_step, self._plans_made, 0
         if begins:
+            began_ns = self._clock()
             self._raise_failed()
             self.ledger.restart_peaks()
             self.learner.recorded = self._recording

@@ -21,9 +21,9 @@ STUCK_S = 4.0
 def profile(task: Task) -> Plan:
     """The planned form of policy `delta`: greedy where that fits, the integer program where it gets stuck."""
     if task.everything:
-        from delta.planner.search import can_be_rehearsed, rehearse  # needs numpy
+        from delta.planner.search import rehearse  # needs numpy
 
-        return rehearse(task, _covers(task) if can_be_rehearsed(task) else ())
+        return rehearse(task, _covers(task))
     plan = plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
     if plan.peak_bytes <= task.limit_bytes or Action.RECOMPUTE not in task.allowed:
         return plan
@@ -37,7 +37,8 @@ def _covers(task: Task) -> Iterator[Sequence[Action]]:
 
 
 def _briefly(task: Task) -> Task:
-    return replace(task, options=task.options.model_copy(update={"time_limit_s": STUCK_S}))
+    limit_s = min(STUCK_S, task.options.time_limit_s)
+    return replace(task, options=task.options.model_copy(update={"time_limit_s": limit_s}))
 
 
 PLANNERS: dict[str, Planner] = {

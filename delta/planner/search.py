@@ -33,7 +33,7 @@ def rehearse(task: Task, choices: Iterable[Sequence[Action]] = ()) -> Plan:
     """The plan that did best in rehearsal; `choices` (an action for each storage, by save order) are tried, too. Where
     none came through, or a policy does not recompute, one that knows the next uses and leaves every action to the
     filter."""
-    if not can_be_rehearsed(task):
+    if not _can_be_rehearsed(task):
         return foresee(task.graph)
     search = _Search(task)
     search.try_choices(choices)
@@ -43,14 +43,14 @@ def rehearse(task: Task, choices: Iterable[Sequence[Action]] = ()) -> Plan:
 def rehearse_along(task: Task, choices: Iterable[Sequence[Action]]) -> Plan | None:
     """The plan that did best in rehearsal among those that keep and swap what one of the `choices` does. None where
     none came through."""
-    if not can_be_rehearsed(task):
+    if not _can_be_rehearsed(task):
         return None
     search = _Search(task)
     search.try_choices(choices)
     return _plan(task, search.best) if search.best is not None else None
 
 
-def can_be_rehearsed(task: Task) -> bool:
+def _can_be_rehearsed(task: Task) -> bool:
     """Rules may keep storages, but not say how they go."""
     ruled = any(action is not Action.KEEP for action in task.forced.values())
     return Action.RECOMPUTE in task.allowed and not ruled and bool(task.graph.turns)
