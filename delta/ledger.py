@@ -92,6 +92,7 @@ class Ledger:
         self._made_bytes: dict[int, int] = {}
         self._successors: dict[int, int] = {}
         self._uses = 0
+        self._unread: set[int] = set()  # no saved tensor depends on these through a recipe: see `_may_be_read`
 
     def __getitem__(self, record: int) -> Record:
         return self.records[record]
@@ -146,6 +147,8 @@ class Ledger:
             rec.saved_at = order
         if rec.handles == 1:
             self._count_unevicted(rec)
+            if not rec.available:
+                self._may_be_read(rec)
         self.touched.add(record)
         return rec.handles == 1
 
@@ -399,30 +402,42 @@ class Ledger:
 
     def needed(self, record: int) -> bool:
         """Whether a saved tensor depends on this record's bytes: itself, or through a recipe that would read them."""
-        seen = {record}
-        todo = [record]
-        first = True
-        while todo:
-            rec = self.records[todo.pop()]
-            if rec.handles and (first or not rec.available):
-                return True
-            if not first and rec.available:
-                continue
-            first = False
-            for op_id in rec.users:
-                for output in self.ops[op_id].outputs:
-                    if output in self.records and output not in seen:
-                        seen.add(output)
-                        todo.append(output)
-        return False
+        return self.records[record].handles > 0 or self.supports_missing(record)
 
     def supports_missing(self, record: int) -> bool:
         """Whether a saved record that is not available can be made again only by reading this one."""
-        handles, self.records[record].handles = self.records[record].handles, 0
-        try:
-            return self.needed(record)
-        finally:
-            self.records[record].handles = handles
+        records, unread = self.records, self._unread
+        if record in unread:
+            return False
+        seen = {record}
+        todo = [record]
+        while todo:
+            for op_id in records[todo.pop()].users:
+                for output in self.ops[op_id].outputs:
+                    reader = records.get(output)
+                    if reader is None or output in seen or reader.available:
+                        continue
+                    if reader.handles:
+                        return True
+                    seen.add(output)
+                    if output not in unread:
+                        todo.append(output)
+        unread |= seen
+        return False
+
+    def _may_be_read(self, rec: Record) -> None:
+        """A record that is not available has a handle now, or one that has readers is available no longer: what it is
+        made from may be read again.
+
+        The invariant of `_unread`: each reader of a record in it is available, or has no handle and is in it too.
+        """
+        todo = [rec.id]
+        while todo:
+            for source in self.parents(todo.pop()):
+                if source in self._unread:
+                    self._unread.discard(source)
+                    if not self.records[source].available:
+                        todo.append(source)
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def forget_dead(self, candidates: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -443,7 +458,7 @@ class Ledger:
                 self._discard_encoded(rec)
                 self._change(*self.parents(rec.id))
                 del self.records[rec.id]
-                for known in (self.dead_ends, self.moved, self.touched):
+                for known in (self.dead_ends, self.moved, self.touched, self._unread):
                     known.discard(rec.id)
                 forgotten.append(rec.id)
                 if rec.op is not None:
@@ -460,6 +475,7 @@ class Ledger:
         self._successors.clear()
         self.moved.clear()
         self.touched.clear()
+        self._unread.clear()
         for rec in self.records.values():
             rec.op = None
             rec.users.clear()
@@ -518,6 +534,10 @@ class Ledger:
         dead_ends = {r.id for r in records if r.users and not r.available and (r.is_root or not self._replayable(r))}
         if self.dead_ends != dead_ends:
             raise LedgerError("the list of dead ends differs from what the records say")
+        for record in self._unread:
+            readers = (self.records[child] for child in self.children(record))
+            if any(not r.available and (r.handles or r.id not in self._unread) for r in readers):
+                raise LedgerError(f"record {record} is noted as one that no saved tensor depends on")
         if set(self.held) != {r.id for r in records if r.held}:
             raise LedgerError("the list of held records differs from what the records say")
         for op_id, left in self._outputs_left.items():
@@ -531,6 +551,8 @@ class Ledger:
     def _went_or_came(self, rec: Record) -> None:
         self._change(rec.id)
         self._look_for_dead_end(rec)
+        if not rec.available and (rec.handles or rec.id not in self._unread):
+            self._may_be_read(rec)
 
     def _look_for_dead_end(self, rec: Record) -> None:
         if rec.available or not rec.users or (self._replayable(rec) and not rec.is_root):
