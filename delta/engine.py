@@ -27,6 +27,7 @@ from delta.ledger import Host, Ledger, Record
 from delta.planner import FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
 from delta.room import Room
+from delta.routine import Routine
 from delta.totals import StepSummary, Totals
 from delta.types import (
     Action,
@@ -83,6 +84,7 @@ class Engine:
             if policy.planner.kind == "mimose"
             else Learner(policy.filter.min_bytes, make_plan, aim)
         )
+        self.learner.selective = not policy.rules  # they ask for the names of ops
         if policy.planner.kind in FEEDBACK:
             self.learner.heed_late = self._heed_late
         self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced)
@@ -153,6 +155,20 @@ class Engine:
         records = [self.ledger[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
 
+    def called(self, call: object, made: bool) -> None:
+        """An op of forward ran, and has been recorded. `call`: what the runtime knows it by; `made`: it was the last
+        one told of by `op_ran`."""
+        self.learner.called(call, made)
+
+    @property
+    def routine(self) -> Routine | None:
+        """Which calls need a recipe; None: all do. It is to be asked about each one, in order."""
+        return self.learner.routine
+
+    def leave_routine(self) -> None:
+        """A call was another than the routine expected."""
+        self.learner.leave_routine()
+
     def op_timed(self, op: int, cost_ns: int) -> None:
         """How long an op took, where the device tells it only later."""
         self.ledger.time_op(op, cost_ns)
@@ -176,7 +192,7 @@ class Engine:
             began_ns = self._clock()
             self._raise_failed()
             self.ledger.restart_peaks()
-            self.learner.recorded = self._recording
+            self.learner.begin(self._recording)
         self.learner.packed(signature, now_ns - self._lost_ns, look)
         if begins and self.learner.plan is not None:
             self.totals.planned(self._plans_made > plans_before, self._clock() - began_ns)
@@ -532,6 +548,7 @@ class Engine:
             self.budget.limit_bytes,
             self._room.evicted,
             self._forced(),
+            self._room.strayed,
         )
         if self._plans_made > plans_before:
             self.totals.planned(True, self._clock() - began_ns)

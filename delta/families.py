@@ -137,6 +137,7 @@ class FamilyLearner(Learner):
         limit_bytes: int | None,
         fitted: bool,
         forced: Mapping[int, Action],
+        steady: bool,
     ) -> None:
         family, expected = self._family, self._expected
         if not self.log.needs:

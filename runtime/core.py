@@ -334,11 +334,15 @@ class Core:
         try:
             return self._outside(func, args, kwargs)
         except torch.OutOfMemoryError:
-            with self:
-                self.oom_rescues += 1
-                self.run(self.engine.rescue(time.perf_counter_ns()))
-                self.device.trim()
+            self.rescue()
         return self._outside(func, args, kwargs)
+
+    def rescue(self) -> None:
+        """An op of the user's found no device memory: evict all that can go."""
+        with self:
+            self.oom_rescues += 1
+            self.run(self.engine.rescue(time.perf_counter_ns()))
+            self.device.trim()
 
     def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op of the program's: for it, `inside` is False."""
