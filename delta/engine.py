@@ -96,6 +96,7 @@ class Engine:
         self._position = 0  # needs of this step that plans have been followed for
         self._failed: BudgetError | None = None
         self._recording = False
+        self._evicts = not budget.unlimited and set(policy.director.actions) != {Action.KEEP}
 
     # -- facts about now ------------------------------------------------------------------------------------------
     @property
@@ -106,7 +107,7 @@ class Engine:
     @property
     def wants_recorder(self) -> bool:
         """Whether ops should be recorded from here on."""
-        if self.budget.unlimited or set(self.policy.director.actions) == {Action.KEEP}:
+        if not self._evicts:
             return False
         return self.learner.wants_recorder or (self.learner.mode is Mode.OBSERVE and self.learner.in_step)
 

@@ -59,7 +59,7 @@ class Record:
     @property
     def resident_bytes(self) -> int:
         """What it adds to the resident activations: its device copy, and its encoded form."""
-        return (self.nbytes if self.counted else 0) + self.encoded_bytes
+        return self.nbytes + self.encoded_bytes if self.counted else self.encoded_bytes
 
     @property
     def available(self) -> bool:
@@ -140,8 +140,9 @@ class Ledger:
     def save(self, record: int, order: int) -> bool:
         """Autograd saved a tensor on this storage. True if it is the first handle on the record."""
         rec = self.records[record]
-        with self._recount(rec):
-            rec.handles += 1
+        before_bytes = rec.resident_bytes
+        rec.handles += 1
+        self._account(rec, before_bytes)
         self.handles += 1
         if rec.saved_at < 0:
             rec.saved_at = order
@@ -157,8 +158,9 @@ class Ledger:
         rec = self.records[record]
         if rec.handles < 1:
             raise LedgerError(f"record {record} has no handle to give up")
-        with self._recount(rec):
-            rec.handles -= 1
+        before_bytes = rec.resident_bytes
+        rec.handles -= 1
+        self._account(rec, before_bytes)
         self.handles -= 1
         if rec.handles == 0 and rec.kind is not Kind.PARAMETER:
             self.unevicted_bytes -= rec.nbytes
@@ -192,9 +194,9 @@ class Ledger:
         rec = self.records[record]
         if rec.held:
             raise LedgerError(f"record {record} is held already")
-        with self._recount(rec, peak=not soon):
-            rec.held = True
-            rec.alive = True
+        before_bytes = rec.resident_bytes
+        rec.held = rec.alive = True
+        self._account(rec, before_bytes, peak=not soon)
         self._put_last(record)
         self._discard_encoded(rec)
         self._went_or_came(rec)
@@ -211,8 +213,9 @@ class Ledger:
         if rec.host is Host.NONE and not self.recoverable(record) and self.needed(record):
             raise LedgerError(f"letting go of record {record} would lose its value")
         self._discard_encoded(rec)
-        with self._recount(rec):
-            rec.held = rec.being_encoded = False
+        before_bytes = rec.resident_bytes
+        rec.held = rec.being_encoded = False
+        self._account(rec, before_bytes)
         self.held.pop(record, None)
         self._went_or_came(rec)
 
@@ -221,8 +224,9 @@ class Ledger:
         rec = self.records[record]
         if rec.held:
             raise LedgerError(f"record {record} is held and cannot be gone")
-        with self._recount(rec):
-            rec.alive = False
+        before_bytes = rec.resident_bytes
+        rec.alive = False
+        self._account(rec, before_bytes)
         self._went_or_came(rec)
 
     def use(self, record: int, now_ns: int) -> None:
@@ -265,10 +269,12 @@ class Ledger:
             raise LedgerError(f"record {record} is not being encoded")
         if not 0 < nbytes <= rec.encoding.nbytes:
             raise LedgerError(f"record {record} takes {nbytes} bytes encoded, {rec.encoding.nbytes} were expected")
-        with self._recount(rec):
-            rec.encoded_bytes = nbytes
-        with self._recount(rec):
-            rec.held = rec.being_encoded = False
+        before_bytes = rec.resident_bytes
+        rec.encoded_bytes = nbytes
+        self._account(rec, before_bytes)  # both are there for a moment
+        before_bytes = rec.resident_bytes
+        rec.held = rec.being_encoded = False
+        self._account(rec, before_bytes)
         del self.held[record]
 
     def encode_failed(self, record: int) -> None:
@@ -283,13 +289,15 @@ class Ledger:
         rec = self.records[record]
         if not rec.held:
             raise LedgerError(f"record {record} is not held")
-        with self._recount(rec, peak=False):
-            rec.held = rec.alive = False
-            rec.encoded_bytes = nbytes
+        before_bytes = rec.resident_bytes
+        rec.held = rec.alive = False
+        rec.encoded_bytes = nbytes
+        self._account(rec, before_bytes, peak=False)
         del self.held[record]
 
     def _discard_encoded(self, rec: Record) -> None:
-        with self._recount(rec):
+        if rec.encoded_bytes:
+            self.resident_bytes -= rec.encoded_bytes
             rec.encoded_bytes = 0
 
     # -- the host copy --------------------------------------------------------------------------------------------
@@ -320,8 +328,9 @@ class Ledger:
         if rec.host is not Host.COMING:
             raise LedgerError(f"record {record} is not on its way back")
         rec.host = Host.WHOLE
-        with self._recount(rec):
-            rec.held = rec.alive = False
+        before_bytes = rec.resident_bytes
+        rec.held = rec.alive = False
+        self._account(rec, before_bytes)
         del self.held[record]
         self.touched.add(record)
 
@@ -486,11 +495,12 @@ class Ledger:
     def preserve(self, record: int) -> None:
         """The version a record stands for is about to live on in a clone of Delta's own, which counts."""
         rec = self.records[record]
-        with self._recount(rec):
-            if rec.kind is Kind.PARAMETER:
-                rec.kind = Kind.ACTIVATION
-                self._count_unevicted(rec)
-            rec.held = True
+        before_bytes = rec.resident_bytes
+        if rec.kind is Kind.PARAMETER:
+            rec.kind = Kind.ACTIVATION
+            self._count_unevicted(rec)
+        rec.held = True
+        self._account(rec, before_bytes)
         self._put_last(record)
         self._went_or_came(rec)
 
@@ -549,7 +559,8 @@ class Ledger:
         return op is not None and op.replayable
 
     def _went_or_came(self, rec: Record) -> None:
-        self._change(rec.id)
+        self.moved.add(rec.id)
+        self.touched.add(rec.id)
         self._look_for_dead_end(rec)
         if not rec.available and (rec.handles or rec.id not in self._unread):
             self._may_be_read(rec)
@@ -589,24 +600,10 @@ class Ledger:
         """What is resident now counts for the peak."""
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
-    def _recount(self, rec: Record, peak: bool = True) -> _Recount:
-        return _Recount(self, rec, peak)
-
-
-class _Recount:
-    """Keeps `resident_bytes` and its peak right across one change of a record."""
-
-    __slots__ = ("_before_bytes", "_ledger", "_peak", "_record")
-
-    def __init__(self, ledger: Ledger, record: Record, peak: bool) -> None:
-        self._ledger, self._record, self._peak = ledger, record, peak
-
-    def __enter__(self) -> None:
-        self._before_bytes = self._record.resident_bytes
-
-    def __exit__(self, *exc: object) -> None:
-        added_bytes = self._record.resident_bytes - self._before_bytes
+    def _account(self, rec: Record, before_bytes: int, peak: bool = True) -> None:
+        """A record that added `before_bytes` to what is resident has changed."""
+        added_bytes = rec.resident_bytes - before_bytes
         if added_bytes:
-            self._ledger.resident_bytes += added_bytes
-            if self._peak:
-                self._ledger.note_peak()
+            self.resident_bytes += added_bytes
+            if peak and self.resident_bytes > self.peak_resident_bytes:
+                self.peak_resident_bytes = self.resident_bytes

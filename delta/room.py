@@ -71,6 +71,8 @@ class Room:
     @property
     def _spare_bytes(self) -> int:
         """What is kept free online: an encoded form takes room before its making gives any. A plan counts it."""
+        if not self._encoded_bytes:
+            return 0
         plan = self._learner.plan
         return self._encoded_bytes if plan is None or plan.idle else 0
 
