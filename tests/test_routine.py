@@ -205,7 +205,11 @@ SURPRISES = {
     "none": [of_rows(16)] * 8,
     "a branch": [*[of_rows(16)] * 6, of_rows(16, branch=True), *[of_rows(16)] * 3],
     "a larger batch": [*[of_rows(16)] * 6, of_rows(48), of_rows(16), of_rows(16)],
-    "another op before the step": [*[of_rows(16)] * 6, lambda m: of_rows(16)(m) + torch.ones(3).exp().sum(), of_rows(16)],
+    "another op before the step": [
+        *[of_rows(16)] * 6,
+        lambda m: of_rows(16)(m) + torch.ones(3).exp().sum(),
+        of_rows(16),
+    ],
     "turns": alternating(12),
 }
 
