@@ -306,6 +306,8 @@ class Core:
         try:
             record = self.engine.ledger.resolve(handle)
             if not self.engine.ledger[record].held:
+                if (signs := self.encoder.stand_in(record)) is not None:
+                    return signs
                 self.rematerialiser.bring_back(record)
             return self.ready(record)
         finally:
