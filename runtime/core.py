@@ -361,7 +361,8 @@ class Core:
                     self.emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
                 case Release(record):
                     self.let_go(record)
-                    self.emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
+                    if record in self.engine.ledger:  # the end of a step forgets what was only an encoded form
+                        self.emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
                 case SwapOut(record, wait):
                     self.swap.out(record, wait)
                 case SwapIn(record):
