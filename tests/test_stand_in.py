@@ -127,10 +127,9 @@ def not_a_number() -> list[Tensor]:
 
 @program
 def convolutions() -> list[Tensor]:
-    """Channels last, batch norm before and pooling after."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)
-    )
+    """Channels last, batch norm before and pooling over all of a plane after."""
+    body = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     model = model.to(memory_format=torch.channels_last)
     return trained(model, lambda: model(torch.randn(4, 3, 16, 16).to(memory_format=torch.channels_last)).sum())
 
@@ -165,7 +164,7 @@ def views_written_in_place() -> list[Tensor]:
     return trained(layer, loss_of)
 
 
-WAYS = [("0%", "cpu"), ("50%", "chaos:1"), ("75%", "cpu")]
+WAYS = [("0%", "cpu"), ("60%", "chaos:1")]
 
 
 @pytest.mark.parametrize(("share", "device"), WAYS)
