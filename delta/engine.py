@@ -257,7 +257,7 @@ class Engine:
         out: list[Instruction] = [Hold(new)] if self.ledger[new].held else []
         if preserved:
             return out
-        if rec.held or rec.stood_in_for or (rec.encoded_bytes and not self.ledger.needed(old)):
+        if rec.held or (rec.encoded_bytes and not self.ledger.needed(old)):
             self.ledger.let_go(old)
             out.append(Release(old))
         self.ledger.gone(old)

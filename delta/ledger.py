@@ -211,8 +211,7 @@ class Ledger:
             raise LedgerError(f"record {record} is being copied out: its device copy must stay")
         if rec.pins:
             raise LedgerError(f"record {record} is in use")
-        value = rec.host is Host.NONE and not rec.stood_in_for
-        if value and not self.recoverable(record) and self.needed(record):
+        if rec.host is Host.NONE and not self.recoverable(record) and self.needed(record):
             raise LedgerError(f"letting go of record {record} would lose its value")
         self._discard_encoded(rec)
         with self._recount(rec):

@@ -124,6 +124,19 @@ def test_a_stand_in_serves_no_replay():
         assert Cover(task, Rows({}, {0: 0})).solve(10, 0) == expected
 
 
+def test_a_bounded_need_knows_what_is_made_again_for_a_stand_in():
+    """d stays. For c, which is dropped, b comes back to its bits, and for b a: 610 B."""
+    log = chain_log()
+    log.saves, log.save_ns, log.ops_before = [*log.saves, 50], [*log.save_ns, 35], [*log.ops_before, 4]
+    log.needs, log.releases = [(3, 38), (2, 40), (1, 60), (0, 80)], [(3, 1), (2, 2), (1, 3), (0, 4)]
+    log.loose_at = {0: 1, 1: 2, 2: 3, 3: 4}
+    graph = with_encodings(build_graph(log, 0), {1: Encoding(10, 1, 1, stand_in=True)})
+    forced = {0: RECOMPUTE, 1: ENCODE, 2: RECOMPUTE, 3: KEEP}
+    task = a_task(graph, 415, (KEEP, RECOMPUTE, ENCODE), forced=forced)
+    assert Cover(task, Rows({3: 0}, {1: 415 - 610})).solve(10, 0) == [RECOMPUTE, ENCODE, RECOMPUTE, KEEP]
+    assert Cover(task, Rows({3: 0}, {1: 415 - 609})).solve(10, 0) is None
+
+
 def test_a_stand_in_wants_a_recipe():
     log = chain_log()
     log.ops = [replace(op, replayable=False) for op in log.ops]

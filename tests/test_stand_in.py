@@ -141,7 +141,8 @@ def other_hooks_took_its_save() -> list[Tensor]:
     layer = nn.Linear(32, 32)
 
     def loss_of() -> Tensor:
-        return (checkpoint(F.relu, layer(batch()), use_reentrant=False) * weight).sum()
+        product = checkpoint(F.relu, layer(batch()), use_reentrant=False) * weight
+        return product.sum() + layer(batch()).exp().mean()
 
     return trained(nn.ModuleList([layer, nn.ParameterList([weight])]), loss_of)
 
@@ -279,11 +280,25 @@ def test_a_mode_of_the_programs_sees_the_value():
 
 
 def test_relu_alone_is_answered_in_bits(monkeypatch):
-    answered = []
-    monkeypatch.setattr(Engine, "stood_in", lambda engine, record: answered.append(record))
+    told = []
+    monkeypatch.setattr(Engine, "allocating", lambda engine, nbytes, now_ns: told.append(nbytes) or [])
+    monkeypatch.setattr(Engine, "stood_in", lambda engine, record: told.append(engine.ledger[record].nbytes))
     with everything_in_bits() as session:
         a_step()[2].backward()
-    assert len(answered) == 1
+    assert told == [4 * 4096, 4 * 4096]  # room is made, and taken
+    assert session.report().recomputed_bytes == 0
+
+
+def test_what_relu_has_not_saved_is_kept():
+    """No gradient goes through this ReLU: the product is the first to save its result."""
+    with everything_in_bits() as session:
+        w = torch.full((4096,), 3.0, requires_grad=True)
+        y = F.relu(torch.linspace(-1, 1, 4096))
+        product = y * w
+        del y
+        loss = (product + w.exp()).sum()
+        assert in_bits(session) == 0
+        loss.backward()
     assert session.report().recomputed_bytes == 0
 
 

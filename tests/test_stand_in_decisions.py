@@ -269,6 +269,31 @@ def test_a_stand_in_is_no_old_version():
     assert toy.replayed == [2]
 
 
+def test_replays_of_others_cost_more():
+    """By the 1000 ns of its maker, as long as only bits are left of it, or are to be made."""
+    for unfit, more_ns in ((set(), 1000), ({1}, 0)):
+        toy = a_relu(400, "recompute")
+        toy.unfit = unfit
+        toy.op(2, 80, [1])
+        toy.let_go(1)
+        costs = toy.engine._room.candidates._costs
+        before_ns = costs.chain_ns(2)
+        give_up(toy, 1, ENCODE)
+        assert costs.chain_ns(2) == before_ns + more_ns
+
+
+def test_a_recipe_that_cannot_start_is_none():
+    """What it reads has gone."""
+    toy = Toy(100, ["keep", "encode"])
+    toy.source(0, 8)
+    toy.op(1, 80, [0])
+    toy.save(1, 10, BITS)
+    toy.let_go(0, 1)
+    assert toy.engine._room.following._do(toy.engine.ledger[1], ENCODE, 15) == []
+    toy.op(2, 80)
+    assert toy.save(2, 20) == [Hold(2)]
+
+
 def test_bits_that_cannot_be_made_leave_the_storage():
     toy = a_relu(200, "swap")
     toy.unfit = {1}

@@ -282,10 +282,10 @@ class _Back:
     def _makes(self, j: int) -> None:
         """What is saved of an op's results is there once it has been replayed."""
         cover = self._cover
-        later = [v for v in cover._saved_by(j) if self._graph.first_need[v] > self._p and v in cover._gone]
+        later = [v for v in cover._saved_by(j) if self._graph.first_need[v] > self._p and v in cover._drop]
         alone = len(self._graph.ops[j].outputs) == 1
         for v in later:
-            if alone and cover._variables(v) == cover._gone[v]:
+            if alone and cover._variables(v) == [cover._drop[v]]:
                 self.present[v] = [self._by[j]]
             else:
                 cover._follows(self._presence(v), self._by[j], v, only_dropped=True)
