@@ -124,6 +124,17 @@ def test_a_stand_in_serves_no_replay():
         assert Cover(task, Rows({}, {0: 0})).solve(10, 0) == expected
 
 
+def test_a_stand_in_makes_the_replays_that_read_it_dearer():
+    """b is in its bits; to drop c takes 5 ns, and 4 more where they are a stand-in, to swap it 7."""
+    log = chain_log()
+    log.needs, log.releases = [(0, 40), (1, 60), (2, 80)], [(0, 1), (1, 2), (2, 3)]
+    for stand_in, expected in ((False, RECOMPUTE), (True, SWAP)):
+        graph = with_encodings(build_graph(log, 0), {1: Encoding(10, 1, 1, stand_in)})
+        link, forced = Link(100e9, 100e9, 7 / 6), {1: ENCODE}
+        task = a_task(graph, 150, (KEEP, RECOMPUTE, SWAP, ENCODE), link, forced)
+        assert Cover(task, Rows({}, {0: 0})).solve(10, 0) == [KEEP, ENCODE, expected]
+
+
 def test_a_bounded_need_knows_what_is_made_again_for_a_stand_in():
     """d stays. For c, which is dropped, b comes back to its bits, and for b a: 610 B."""
     log = chain_log()

@@ -236,6 +236,8 @@ def test_the_program_reads_the_value():
         assert in_bits(session) == 1
         assert torch.equal(node._saved_result, F.relu(x.detach() * 2))
         assert in_bits(session) == 0
+        assert session._core is not None
+        assert all(slot.form is None for slot in session._core.slots.values())
         loss.backward()
     assert torch.equal(x.grad, (x.detach() > 0) * 2 + x.detach().exp())
 

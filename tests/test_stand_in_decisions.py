@@ -13,7 +13,21 @@ from delta.ledger import Ledger, LedgerError
 from delta.planner import forecast
 from delta.planner.greedy import plan_step
 from delta.planner.steplog import StepGraph, build_graph
-from delta.types import Action, Decode, Drop, Encode, Encoding, Forget, Hold, Instruction, Kind, Link, Preserve, Release
+from delta.types import (
+    Action,
+    Cost,
+    Decode,
+    Drop,
+    Encode,
+    Encoding,
+    Forget,
+    Hold,
+    Instruction,
+    Kind,
+    Link,
+    Preserve,
+    Release,
+)
 from delta.units import Bytes
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
@@ -274,12 +288,11 @@ def test_replays_of_others_cost_more():
     for unfit, more_ns in ((set(), 1000), ({1}, 0)):
         toy = a_relu(400, "recompute")
         toy.unfit = unfit
-        toy.op(2, 80, [1])
-        toy.let_go(1)
+        toy.op(2, 80, [1], cost_ns=10)
         costs = toy.engine._room.candidates._costs
-        before_ns = costs.chain_ns(2)
+        assert costs.of(Cost.CLASSES, 2) == 10
         give_up(toy, 1, ENCODE)
-        assert costs.chain_ns(2) == before_ns + more_ns
+        assert costs.of(Cost.CLASSES, 2) == 10 + more_ns
 
 
 def test_a_recipe_that_cannot_start_is_none():
