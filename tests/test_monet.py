@@ -127,7 +127,7 @@ def test_a_stand_in_serves_no_replay():
 def test_a_stand_in_makes_the_replays_that_read_it_dearer():
     """b is in its bits; to drop c takes 5 ns, and 4 more where they are a stand-in, to swap it 7."""
     log = chain_log()
-    log.needs, log.releases = [(0, 40), (1, 60), (2, 80)], [(0, 1), (1, 2), (2, 3)]
+    log.needs, log.releases = [(0, 40), (1, 60), (1, 70), (2, 80)], [(0, 1), (1, 3), (2, 4)]
     for stand_in, expected in ((False, RECOMPUTE), (True, SWAP)):
         graph = with_encodings(build_graph(log, 0), {1: Encoding(10, 1, 1, stand_in)})
         link, forced = Link(100e9, 100e9, 7 / 6), {1: ENCODE}
