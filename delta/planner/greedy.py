@@ -1,11 +1,14 @@
 """The profile planner: which saved storages to keep, swap or recompute so that the whole step fits.
 
 A greedy answer to the covering problem of the design (section 7): while the forecast is over the limit, take its worst
-position and evict, among what is resident there and not needed before, the storage with the least added cost per byte.
+position and evict, among what is resident there and not needed before, the storages with the least added cost per byte.
 The added cost of recomputing is that of the ops its chain adds to those replayed anyway; the added cost of swapping is
 the compute time its copies take plus what the link cannot hide; that of encoding is the time to encode and to decode,
 and frees only what the encoded form does not take. When it fits, evictions that turn out not to be needed are taken
 back, dearest first.
+
+Costs are kept in `Prices` and looked at again only where something changed, and a forecast is made only when a whole
+excess has been chosen for, so the time grows with the storages and not with their square.
 
 Bounds: no optimality; the covering integer program (policy `monet`) is for that. It is deterministic.
 """
@@ -13,26 +16,20 @@ Bounds: no optimality; the covering integer program (policy `monet`) is for that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
-from delta.planner.forecast import Forecast, forecast
+from delta.planner.forecast import Forecast, Forecaster
+from delta.planner.prices import Option, Prices
 from delta.planner.steplog import Plan, StepGraph
 from delta.types import Action, Link
 
-# Evictions chosen between two forecasts cover at most this share of the excess: costs change as chains grow.
+# Links of chains are swapped for at most this share of the excess between two forecasts: one broken may free many more.
 BATCH = 0.34
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    order: int
-    action: Action
-    cost_ns: float
-    nbytes: int
-
-    @property
-    def per_byte(self) -> float:
-        return self.cost_ns / self.nbytes
+# Evictions are tried without one by one for as many forecasts as pass this many ops and storages.
+TRIED = 12_000
+# The worst position is looked for this often at most; what is over then is left to the engine, which holds the limit.
+ROUNDS = 64
 
 
 def plan_step(
@@ -65,24 +62,23 @@ class _Greedy:
         self.graph, self.limit, self.link, self.allowed, self.forced = graph, limit_bytes, link, allowed, forced
         self.begun = begun or [Action.KEEP] * len(graph.saved)
         self.actions = list(self.begun)
-        self.replayed: set[int] = set()
-        for v, action in enumerate(self.begun):
-            if action is Action.RECOMPUTE:
-                self.replayed |= self._added_ops(v) or set()
-        self.now: Forecast = forecast(graph, self.actions, link)
+        self.sizes = [graph.nodes[node].nbytes for node in graph.saved]
+        self.prices = Prices(graph, link, allowed, forced, self.actions)
+        self.forecaster = Forecaster(graph, link)
+        self.now: Forecast = self.forecaster.forecast(self.actions)
 
     def plan(self) -> Plan:
-        for _ in range(4 * len(self.actions) + 4):
+        for _ in range(ROUNDS):
             if self.now.peak_bytes <= self.limit or not self._relieve():
                 break
-            self.now = forecast(self.graph, self.actions, self.link)
+            self.now = self.forecaster.forecast(self.actions)
         self._take_back()
         return Plan(
             tuple(self.actions),
             self.now.prefetch,
             self.graph.next_needs,
             self.graph.need_ns,
-            tuple(self.graph.nodes[node].nbytes for node in self.graph.saved),
+            tuple(self.sizes),
             self.now.forward_bytes,
             self.now.peak_bytes,
             self.now.replay_ns,
@@ -91,92 +87,49 @@ class _Greedy:
 
     def _relieve(self) -> bool:
         """Evict at the worst position. False if nothing there can go."""
-        now = self.now
+        now, graph = self.now, self.graph
         forward, backward = max(now.forward_bytes, default=0), max(now.resident_bytes, default=0)
+        over_bytes = max(forward, backward) - self.limit
         if forward > backward:
             saves = now.forward_bytes.index(forward)
-            options = self._options(-1, lambda v: v < saves and self.graph.floats_to[v] < saves)
-        else:
-            worst = now.resident_bytes.index(backward)
-            options = self._options(worst, lambda v: self.graph.release[v] > worst)
-        if not options:
-            return forward <= backward and self._break_chain(now.resident_bytes.index(backward))
-        wanted = max(1, int((max(forward, backward) - self.limit) * BATCH))
-        for option in sorted(options, key=lambda option: (option.per_byte, -option.order)):
-            self._take(option)
-            wanted -= option.nbytes
-            if wanted <= 0:
-                break
-        return True
+            return self._evict(over_bytes, -1, lambda v: v < saves and graph.floats_to[v] < saves)
+        worst = now.resident_bytes.index(backward)
+        if self._evict(over_bytes, worst, lambda v: graph.release[v] > worst):
+            return True
+        return self._break_chain(worst, over_bytes)
 
-    def _options(self, worst: int, resident: Callable[[int], bool]) -> list[_Option]:
-        """Ways to evict what is `resident` at the worst position and not needed before it."""
-        graph = self.graph
-        options = []
-        for v, action in enumerate(self.actions):
-            node = graph.nodes[graph.saved[v]]
-            stuck = not node.evictable or not node.nbytes
-            if action is not Action.KEEP or stuck or graph.first_need[v] <= worst or not resident(v):
+    def _evict(self, over_bytes: int, worst: int, resident: Callable[[int], bool]) -> bool:
+        """Evict the cheapest of what is `resident` at the worst position and not needed before it."""
+        first_need, actions = self.graph.first_need, self.actions
+        heap: list[tuple[float, int]] = []
+        for v, action in enumerate(actions):
+            if action is Action.KEEP and first_need[v] > worst and resident(v):
+                option = self.prices[v]
+                if option is not None:
+                    heap.append((option.per_byte, -v))
+        heapify(heap)
+        there = {-minus for _, minus in heap}
+        while heap and over_bytes > 0:
+            per_byte, minus = heappop(heap)
+            v = -minus
+            option = self.prices[v] if actions[v] is Action.KEEP else None
+            if option is None or option.per_byte < per_byte:
+                continue  # gone, or there is a cheaper entry for it
+            if option.per_byte > per_byte and heap and option.per_byte > heap[0][0]:
+                heappush(heap, (option.per_byte, minus))
                 continue
-            best = min(self._ways(v, node.nbytes), key=lambda option: option.per_byte, default=None)
-            if best is not None:
-                options.append(best)
-        return options
+            for cheaper in self._take(option):
+                if cheaper in there and (price := self.prices[cheaper]) is not None:
+                    heappush(heap, (price.per_byte, -cheaper))
+            over_bytes -= option.nbytes
+        return bool(there)
 
-    def _ways(self, v: int, nbytes: int) -> list[_Option]:
-        forced = self.forced.get(v)
-        ways = []
-        if Action.RECOMPUTE in self.allowed and forced in (None, Action.RECOMPUTE):
-            added = self._added_ops(v)
-            if added is not None:
-                cost_ns = sum(self.graph.ops[op].cost_ns for op in added)
-                ways.append(_Option(v, Action.RECOMPUTE, cost_ns, nbytes))
-        if Action.SWAP in self.allowed and forced in (None, Action.SWAP):
-            ways.append(_Option(v, Action.SWAP, self._swap_ns(nbytes), nbytes))
-        node = self.graph.nodes[self.graph.saved[v]]
-        if Action.ENCODE in self.allowed and forced in (None, Action.ENCODE) and node.encoded_bytes:
-            ways.append(_Option(v, Action.ENCODE, node.encode_ns + node.decode_ns, nbytes - node.encoded_bytes))
-        return ways
-
-    def _swap_ns(self, nbytes: int) -> float:
-        """Compute time its copies take, and what does not fit beside forward (out) or backward (in) any more."""
-        swapped = self.now.swap_bytes + nbytes
-        forward_ns = self.graph.need_ns[0]
-        backward_ns = self.graph.end_ns - forward_ns
-        out_ns, in_ns = self.link.out_ns(nbytes), self.link.in_ns(nbytes)
-        over_out = min(out_ns, max(0, self.link.out_ns(swapped) - forward_ns))
-        over_in = min(in_ns, max(0, self.link.in_ns(swapped) - backward_ns))
-        return (out_ns + in_ns) * self.link.interference + over_out + over_in
-
-    def _added_ops(self, v: int) -> set[int] | None:
-        """Ops that dropping `v` adds to the replays. None where its chain cannot be replayed."""
-        graph = self.graph
-        added: set[int] = set()
-        todo = [graph.saved[v]]
-        first = True
-        while todo:
-            node = graph.nodes[todo.pop()]
-            kept = node.order >= 0 and self.actions[node.order] is not Action.RECOMPUTE
-            if (kept and not first) or node.rooted:
-                continue
-            first = False
-            if node.op is None or not graph.ops[node.op].replayable:
-                return None
-            if node.op in self.replayed or node.op in added:
-                continue
-            added.add(node.op)
-            todo += graph.ops[node.op].inputs
-        return added
-
-    def _take(self, option: _Option) -> None:
-        if option.action is Action.RECOMPUTE:
-            added = self._added_ops(option.order)
-            if added is None:
-                return
-            self.replayed |= added
+    def _take(self, option: Option) -> list[int]:
+        """Evict; what may be cheaper for it."""
         self.actions[option.order] = option.action
+        return self.prices.taken(option)
 
-    def _break_chain(self, worst: int) -> bool:
+    def _break_chain(self, worst: int, over_bytes: int) -> bool:
         """The worst position is full of chains replayed for an early need: swap the largest of their links instead."""
         if Action.SWAP not in self.allowed:
             return False
@@ -187,31 +140,69 @@ class _Greedy:
             if action is Action.RECOMPUTE and self.forced.get(v) is not Action.RECOMPUTE
             if 0 <= self.now.back_at[v] <= worst < graph.first_need[v]
         ]
-        if not links:
-            return False
-        self.actions[max(links, key=lambda v: graph.nodes[graph.saved[v]].nbytes)] = Action.SWAP
-        return True
+        wanted = max(1, int(over_bytes * BATCH))
+        for v in sorted(links, key=lambda v: (-self.sizes[v], v)):
+            self.actions[v] = Action.SWAP
+            wanted -= self.sizes[v]
+            if wanted <= 0:
+                break
+        return bool(links)
 
+    # -- what was not needed --------------------------------------------------------------------------------------
     def _take_back(self) -> None:
-        """Undo evictions that are not needed, dearest per byte first."""
+        """Undo evictions that are not needed, dearest first: those there is plainly room for, as far as the forecast
+        bears it out, and then some of the others one by one."""
         if self.now.peak_bytes > self.limit:
             return
-        graph = self.graph
+        spared = self._spared()
+        while spared and not self._try_without(spared):
+            spared = spared[: len(spared) // 2]
+        trials = TRIED // (1 + len(self.graph.ops) + len(self.actions))
+        for v in self._evicted()[:trials]:
+            self._try_without([v])
 
-        def own_cost(v: int) -> float:
-            node = graph.nodes[graph.saved[v]]
-            if self.actions[v] is Action.SWAP:
-                return (self.link.out_ns(node.nbytes) + self.link.in_ns(node.nbytes)) * self.link.interference
-            if self.actions[v] is Action.ENCODE:
-                return node.encode_ns + node.decode_ns
-            return graph.ops[node.op].cost_ns if node.op is not None else 0.0
+    def _try_without(self, orders: Sequence[int]) -> bool:
+        actions = list(self.actions)
+        for v in orders:
+            actions[v] = self.begun[v]
+        trial = self.forecaster.forecast(actions)
+        better = trial.peak_bytes <= self.limit and trial.cost_ns <= self.now.cost_ns
+        if better:
+            self.actions, self.now = actions, trial
+        return better
 
+    def _evicted(self) -> list[int]:
+        """What could be taken back, dearest first."""
         changed = (v for v, action in enumerate(self.actions) if action is not self.begun[v])
-        evicted = [v for v in changed if self.actions[v] is not Action.KEEP and v not in self.forced]
-        for v in sorted(evicted, key=own_cost, reverse=True):
-            before, self.actions[v] = self.actions[v], self.begun[v]
-            trial = forecast(graph, self.actions, self.link)
-            if trial.peak_bytes <= self.limit and trial.cost_ns <= self.now.cost_ns:
-                self.now = trial
-            else:
-                self.actions[v] = before
+        evicted = (v for v in changed if self.actions[v] is not Action.KEEP and v not in self.forced)
+        return sorted(evicted, key=self._own_cost_ns, reverse=True)
+
+    def _spared(self) -> list[int]:
+        """Evictions for whose bytes there is room from their save to where they are back."""
+        now, graph = self.now, self.graph
+        forward = [self.limit - nbytes for nbytes in now.forward_bytes]
+        backward = [self.limit - nbytes for nbytes in now.resident_bytes]
+        after = list(accumulate(reversed(forward), min))[::-1]  # the least room from a save on
+        before = list(accumulate(backward, min))  # ... and up to a need
+        spared = []
+        for v in self._evicted():
+            back = now.back_at[v] if now.back_at[v] >= 0 else graph.release[v]
+            room = min(after[v], before[back - 1] if back else after[v])
+            if self.sizes[v] > room:
+                continue
+            spared.append(v)
+            for k in range(v, len(forward)):
+                forward[k] -= self.sizes[v]
+            for p in range(back):
+                backward[p] -= self.sizes[v]
+            after = list(accumulate(reversed(forward), min))[::-1]
+            before = list(accumulate(backward, min))
+        return spared
+
+    def _own_cost_ns(self, v: int) -> float:
+        node = self.graph.nodes[self.graph.saved[v]]
+        if self.actions[v] is Action.SWAP:
+            return (self.link.out_ns(node.nbytes) + self.link.in_ns(node.nbytes)) * self.link.interference
+        if self.actions[v] is Action.ENCODE:
+            return node.encode_ns + node.decode_ns
+        return self.graph.ops[node.op].cost_ns if node.op is not None else 0.0
