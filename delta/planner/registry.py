@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from delta.planner.assemble import assemble, best
 from delta.planner.capuchin import capuchin, sooner
 from delta.planner.greedy import plan_step
 from delta.planner.monet import monet, whole_steps
@@ -14,20 +15,23 @@ from delta.planner.steplog import Plan
 from delta.planner.task import Feedback, Planner, Task
 from delta.types import Action
 
-# The greedy planner gets stuck on chains that come back at once; the integer program may take this long to find a way.
-STUCK_S = 4.0
+# The integer program may take this long for policy `delta`, beside the training or as a guide to a search.
+BRIEF_S = 4.0
 
 
 def profile(task: Task) -> Plan:
-    """The planned form of policy `delta`: greedy where that fits, the integer program where it gets stuck."""
+    """The planned form of policy `delta`, at once: the greedy plan, or the one in use where that is better."""
     if task.everything:
         from delta.planner.search import rehearse  # needs numpy
 
         return rehearse(task, _covers(task))
     plan = plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
-    if plan.peak_bytes <= task.limit_bytes or Action.RECOMPUTE not in task.allowed:
-        return plan
-    return monet(_briefly(task))
+    return best(task, (plan, assemble(task, task.known))) if task.known else plan
+
+
+def profile_thoroughly(task: Task) -> Plan:
+    """As `profile`, with the time to solve the integer program: never a worse plan."""
+    return monet(_briefly(task)) if Action.RECOMPUTE in task.allowed else profile(task)
 
 
 def _covers(task: Task) -> Iterator[Sequence[Action]]:
@@ -37,7 +41,7 @@ def _covers(task: Task) -> Iterator[Sequence[Action]]:
 
 
 def _briefly(task: Task) -> Task:
-    limit_s = min(STUCK_S, task.options.time_limit_s)
+    limit_s = min(BRIEF_S, task.options.time_limit_s)
     return replace(task, options=task.options.model_copy(update={"time_limit_s": limit_s}))
 
 
@@ -48,4 +52,6 @@ PLANNERS: dict[str, Planner] = {
     "optimal-checkpoint": optimal_checkpoint,
     "capuchin": capuchin,
 }
+# What takes too long to be waited for between two steps: searched beside the training for the plan to follow the first.
+BESIDE: dict[str, Planner] = {"profile": profile_thoroughly}
 FEEDBACK: dict[str, Feedback] = {"capuchin": sooner}
