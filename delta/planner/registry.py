@@ -15,8 +15,11 @@ from delta.planner.steplog import Plan
 from delta.planner.task import Feedback, Planner, Task
 from delta.types import Action
 
-# The integer program may take this long for policy `delta`, beside the training or as a guide to a search.
+# The integer program may take this long where it guides a search.
 BRIEF_S = 4.0
+# For policy `delta` it may take this long beside the training, until its plan is this close to the best one.
+ASIDE_S = 10.0
+ASIDE_GAP = 0.01
 
 
 def profile(task: Task) -> Plan:
@@ -31,7 +34,10 @@ def profile(task: Task) -> Plan:
 
 def profile_thoroughly(task: Task) -> Plan:
     """As `profile`, with the time to solve the integer program: never a worse plan."""
-    return monet(_briefly(task)) if Action.RECOMPUTE in task.allowed else profile(task)
+    if Action.RECOMPUTE not in task.allowed:
+        return profile(task)
+    limits = {"time_limit_s": ASIDE_S, "gap": min(ASIDE_GAP, task.options.gap)}
+    return monet(replace(task, options=task.options.model_copy(update=limits)))
 
 
 def _covers(task: Task) -> Iterator[Sequence[Action]]:
