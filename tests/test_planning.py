@@ -3,23 +3,28 @@
 import sys
 import time
 from dataclasses import replace
+from operator import mul
 from types import SimpleNamespace
 
 import pytest
+from builders import a_log, an_op
 from models import CASES, train
-from test_monet import random_step
+from test_monet import best_cost_ns, random_step
 from test_planner import chain
 from toy import Toy
 
 import delta
 from delta.config import PlannerConfig
-from delta.planner import BESIDE, PLANNERS, Task, forecast
+from delta.planner import BESIDE, PLANNERS, Task, cover, forecast
 from delta.planner.assemble import assemble, best
+from delta.planner.forecast import Forecaster
+from delta.planner.program import Program
+from delta.planner.steplog import build_graph
 from delta.runtime import planning
 from delta.runtime.planning import PlanningAside
 from delta.simulate import simulate
 from delta.trace import Recording, read
-from delta.types import Action, Link
+from delta.types import Action, Kind, Link
 from delta.units import Share
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
@@ -110,10 +115,82 @@ def test_the_plan_in_use_stays_where_the_greedy_one_is_dearer():
     assert better
 
 
-def test_what_can_not_be_recomputed_is_not_searched():
-    """Of swaps alone the program knows no more than the greedy planner."""
-    task = a_task(chain(), 300, (KEEP, SWAP))
-    assert BESIDE["profile"](task) == PLANNERS["profile"](task)
+@pytest.mark.parametrize(
+    ("allowed", "at_once_at_most"),
+    [((KEEP, RECOMPUTE), 1.25), ((KEEP, SWAP), 1.1), ((KEEP, RECOMPUTE, SWAP), 1.1)],
+    ids=str,
+)
+def test_plans_against_all_there_are(allowed, at_once_at_most):
+    """Steps small enough to try every assignment. The search finds a plan wherever there is one, and close to the best;
+    the greedy plan costs more, and not much."""
+    best_ns = at_once_ns = searched_ns = 0
+    for seed in range(25):
+        graph = random_step(seed)
+        for percent in (40, 60, 80):
+            task = a_task(graph, graph.unevicted_bytes * percent // 100, allowed)
+            least_ns = best_cost_ns(task)
+            if least_ns is None:
+                continue
+            at_once, searched = PLANNERS["profile"](task), BESIDE["profile"](task)
+            assert searched.peak_bytes <= task.limit_bytes
+            if at_once.peak_bytes <= task.limit_bytes:
+                best_ns += least_ns
+                at_once_ns += forecast(graph, at_once.actions, LINK).cost_ns
+                searched_ns += forecast(graph, searched.actions, LINK).cost_ns
+    assert 0 < best_ns <= searched_ns <= 1.05 * best_ns
+    assert at_once_ns <= at_once_at_most * best_ns
+
+
+def a_deep_step(blocks):
+    """Blocks of a matrix product, two element-wise ops and a residual add: four saved storages each."""
+    ops, saves, nbytes, now_ns, stream = [], [], {0: 0}, 0, 0
+    for block in range(blocks):
+        made = range(4 * block + 1, 4 * block + 5)
+        reads = ([stream], [made[0]], [made[1]], [made[2], stream])
+        for number, inputs, cost_ns in zip(made, reads, (2000, 100, 120, 90), strict=True):
+            ops.append(an_op(number, inputs, [number], cost_ns=cost_ns))
+            nbytes[number] = 4000 if number is not made[3] else 1000
+            now_ns += cost_ns
+            saves.append((number, now_ns, number))
+        stream = made[3]
+    count = len(saves)
+    needs = [(v, now_ns + 1000 * (count - v)) for v in reversed(range(count))]
+    releases = [(v, count - v) for v in reversed(range(count))]
+    return build_graph(a_log(ops, nbytes, saves, needs, releases, now_ns + 1000 * count, {0: Kind.SOURCE}), 0)
+
+
+@pytest.mark.parametrize("percent", [70, 50, 30])
+@pytest.mark.parametrize("allowed", [(KEEP, RECOMPUTE), (KEEP, RECOMPUTE, SWAP)], ids=str)
+def test_a_thousand_storages_take_few_forecasts(percent, allowed, monkeypatch):
+    """A forecast takes as long as a step is long: planning may take a fixed number of them."""
+    graph = a_deep_step(260)
+    made = []
+    forecast_of = Forecaster.forecast
+    monkeypatch.setattr(Forecaster, "forecast", lambda self, actions: made.append(1) or forecast_of(self, actions))
+    task = a_task(graph, graph.unevicted_bytes * percent // 100, allowed)
+    assert PLANNERS["profile"](task).peak_bytes <= task.limit_bytes
+    assert len(graph.saved) > 1000 and len(made) <= 20
+
+
+def test_a_large_program_is_solved_relaxed_and_close_to_its_bound(monkeypatch):
+    """A relaxation cannot cost more than the best plan."""
+    graph = a_deep_step(130)
+    task = a_task(graph, graph.unevicted_bytes * 40 // 100)
+    bounds = []
+    solve = Program.solve
+
+    def solved(self, time_limit_s, gap, relaxed):
+        found = solve(self, time_limit_s, gap, relaxed)
+        assert relaxed
+        bounds.append(sum(map(mul, self.costs, found)))
+        return found
+
+    monkeypatch.setattr(cover, "WHOLE", 100)
+    monkeypatch.setattr(Program, "solve", solved)
+    made = BESIDE["profile"](task)
+    unit_ns = sum(op.cost_ns for op in graph.ops) / 1000
+    assert made.peak_bytes <= task.limit_bytes
+    assert bounds[0] * unit_ns <= made.replay_ns <= 1.03 * bounds[0] * unit_ns
 
 
 # -- when a search is started and stopped -----------------------------------------------------------------------------

@@ -150,14 +150,15 @@ class _Greedy:
 
     # -- what was not needed --------------------------------------------------------------------------------------
     def _take_back(self) -> None:
-        """Undo evictions that are not needed, dearest first: those there is plainly room for, as far as the forecast
-        bears it out, and then some of the others one by one."""
+        """Undo evictions that are not needed, dearest first, one by one; where they are too many to try, first those
+        for which there is plainly room, as far as the forecast bears it out."""
         if self.now.peak_bytes > self.limit:
             return
-        spared = self._spared()
-        while spared and not self._try_without(spared):
-            spared = spared[: len(spared) // 2]
         trials = TRIED // (1 + len(self.graph.ops) + len(self.actions))
+        if len(self._evicted()) > trials:
+            spared = self._spared()
+            while spared and not self._try_without(spared):
+                spared = spared[: len(spared) // 2]
         for v in self._evicted()[:trials]:
             self._try_without([v])
 

@@ -17,9 +17,8 @@ from delta.types import Action
 
 # The integer program may take this long where it guides a search.
 BRIEF_S = 4.0
-# For policy `delta` it may take this long beside the training, until its plan is this close to the best one.
-ASIDE_S = 10.0
-ASIDE_GAP = 0.01
+# Beside the training it goes on for this long, or until its plan is this close to the best one.
+ASIDE = {"time_limit_s": 20.0, "gap": 0.01}
 
 
 def profile(task: Task) -> Plan:
@@ -34,16 +33,21 @@ def profile(task: Task) -> Plan:
 
 def profile_thoroughly(task: Task) -> Plan:
     """As `profile`, with the time to solve the integer program: never a worse plan."""
-    if Action.RECOMPUTE not in task.allowed:
-        return profile(task)
-    limits = {"time_limit_s": ASIDE_S, "gap": min(ASIDE_GAP, task.options.gap)}
-    return monet(replace(task, options=task.options.model_copy(update=limits)))
+    task = replace(task, options=task.options.model_copy(update=ASIDE))
+    found = monet(task)
+    if found.peak_bytes <= task.limit_bytes or not {Action.SWAP, Action.RECOMPUTE} <= set(task.allowed):
+        return found
+    # When copies begin that replays read is what the program knows least of: one kind alone may fit where both do not.
+    return best(task, (found, monet(_without(Action.SWAP, task)), monet(_without(Action.RECOMPUTE, task))))
 
 
 def _covers(task: Task) -> Iterator[Sequence[Action]]:
     """What the integer program would keep if nothing were swapped."""
-    without = tuple(action for action in task.allowed if action is not Action.SWAP)
-    yield from whole_steps(_briefly(replace(task, allowed=without)))
+    yield from whole_steps(_briefly(_without(Action.SWAP, task)))
+
+
+def _without(action: Action, task: Task) -> Task:
+    return replace(task, allowed=tuple(other for other in task.allowed if other is not action))
 
 
 def _briefly(task: Task) -> Task:
