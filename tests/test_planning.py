@@ -3,6 +3,7 @@
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from operator import mul
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import delta
 from delta.config import PlannerConfig
 from delta.planner import BESIDE, PLANNERS, Task, cover, forecast
 from delta.planner.assemble import assemble, best
+from delta.planner.cuts import cut_links
 from delta.planner.forecast import Forecaster
 from delta.planner.program import Program
 from delta.planner.steplog import build_graph
@@ -116,15 +118,15 @@ def test_the_plan_in_use_stays_where_the_greedy_one_is_dearer():
 
 
 @pytest.mark.parametrize(
-    ("allowed", "at_once_at_most"),
-    [((KEEP, RECOMPUTE), 1.25), ((KEEP, SWAP), 1.1), ((KEEP, RECOMPUTE, SWAP), 1.1)],
+    ("allowed", "at_once_at_most", "seeds"),
+    [((KEEP, RECOMPUTE), 1.25, 25), ((KEEP, SWAP), 1.1, 25), ((KEEP, RECOMPUTE, SWAP), 1.1, 8)],
     ids=str,
 )
-def test_plans_against_all_there_are(allowed, at_once_at_most):
+def test_plans_against_all_there_are(allowed, at_once_at_most, seeds):
     """Steps small enough to try every assignment. The search finds a plan wherever there is one, and close to the best;
     the greedy plan costs more, and not much."""
     best_ns = at_once_ns = searched_ns = 0
-    for seed in range(25):
+    for seed in range(seeds):
         graph = random_step(seed)
         for percent in (40, 60, 80):
             task = a_task(graph, graph.unevicted_bytes * percent // 100, allowed)
@@ -141,7 +143,7 @@ def test_plans_against_all_there_are(allowed, at_once_at_most):
     assert at_once_ns <= at_once_at_most * best_ns
 
 
-def a_deep_step(blocks):
+def a_deep_step(blocks, stream_bytes=1000):
     """Blocks of a matrix product, two element-wise ops and a residual add: four saved storages each."""
     ops, saves, nbytes, now_ns, stream = [], [], {0: 0}, 0, 0
     for block in range(blocks):
@@ -149,7 +151,7 @@ def a_deep_step(blocks):
         reads = ([stream], [made[0]], [made[1]], [made[2], stream])
         for number, inputs, cost_ns in zip(made, reads, (2000, 100, 120, 90), strict=True):
             ops.append(an_op(number, inputs, [number], cost_ns=cost_ns))
-            nbytes[number] = 4000 if number is not made[3] else 1000
+            nbytes[number] = 4000 if number != made[3] else stream_bytes
             now_ns += cost_ns
             saves.append((number, now_ns, number))
         stream = made[3]
@@ -172,6 +174,32 @@ def test_a_thousand_storages_take_few_forecasts(percent, allowed, monkeypatch):
     assert len(graph.saved) > 1000 and len(made) <= 20
 
 
+def test_chains_are_cut_where_they_are_narrow():
+    """Dropping the stream is cheapest of all, but then one need would bring all of it back, and every block with it.
+    With some of it kept no matrix product has to go."""
+    graph = a_deep_step(60, 4000)
+    task = a_task(graph, graph.unevicted_bytes // 2)
+    made = PLANNERS["profile"](task)
+    assert made.peak_bytes <= task.limit_bytes
+    dropped = [v % 4 for v, action in enumerate(made.actions) if action is RECOMPUTE]
+    assert 0 not in dropped and {1, 2, 3} == set(dropped)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 600, 700, 900])
+def test_what_lies_between_two_cuts_fits_beside_them(room_bytes):
+    ops = [an_op(number, [number - 1], [number]) for number in range(1, 13)]
+    nbytes = {number: 100 if number else 0 for number in range(13)}
+    saves = [(number, 10 * number, number) for number in range(1, 13)]
+    needs = [(v, 300 - 10 * v) for v in reversed(range(12))]
+    graph = build_graph(a_log(ops, nbytes, saves, needs, [(v, 12 - v) for v in range(12)], 400, {0: Kind.SOURCE}), 0)
+    kept = cut_links(graph, range(12), set(range(12)), room_bytes)
+    runs = [after - before - 1 for before, after in pairwise([-1, *kept, 12])]
+    if room_bytes:
+        assert kept and 100 * (len(kept) + max(runs)) <= room_bytes
+    else:
+        assert kept == []
+
+
 def test_a_large_program_is_solved_relaxed_and_close_to_its_bound(monkeypatch):
     """A relaxation cannot cost more than the best plan."""
     graph = a_deep_step(130)
@@ -182,7 +210,7 @@ def test_a_large_program_is_solved_relaxed_and_close_to_its_bound(monkeypatch):
     def solved(self, time_limit_s, gap, relaxed):
         found = solve(self, time_limit_s, gap, relaxed)
         assert relaxed
-        bounds.append(sum(map(mul, self.costs, found)))
+        bounds.append(sum(map(mul, self.costs, found or ())))
         return found
 
     monkeypatch.setattr(cover, "WHOLE", 100)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
+from delta.planner.cuts import cut_links
 from delta.planner.forecast import Forecast, Forecaster
 from delta.planner.prices import Option, Prices
 from delta.planner.steplog import Plan, StepGraph
@@ -26,10 +27,12 @@ from delta.types import Action, Link
 
 # Links of chains are swapped for at most this share of the excess between two forecasts: one broken may free many more.
 BATCH = 0.34
+# Chains are cut rather than more evicted where the cuts take less than this share of the excess.
+NARROW = 0.5
 # Evictions are tried without one by one for as many forecasts as pass this many ops and storages.
 TRIED = 12_000
 # The worst position is looked for this often at most; what is over then is left to the engine, which holds the limit.
-ROUNDS = 64
+ROUNDS = 16
 
 
 def plan_step(
@@ -61,17 +64,25 @@ class _Greedy:
     ) -> None:
         self.graph, self.limit, self.link, self.allowed, self.forced = graph, limit_bytes, link, allowed, forced
         self.begun = begun or [Action.KEEP] * len(graph.saved)
-        self.actions = list(self.begun)
         self.sizes = [graph.nodes[node].nbytes for node in graph.saved]
-        self.prices = Prices(graph, link, allowed, forced, self.actions)
         self.forecaster = Forecaster(graph, link)
+        self._begin(NARROW)
+
+    def _begin(self, narrow: float) -> None:
+        self.narrow = narrow
+        self.actions = list(self.begun)
+        self.cut: set[int] = set()  # links that are there so that chains end at them
+        self.prices = Prices(self.graph, self.link, self.allowed, self.forced, self.actions)
         self.now: Forecast = self.forecaster.forecast(self.actions)
 
     def plan(self) -> Plan:
-        for _ in range(ROUNDS):
-            if self.now.peak_bytes <= self.limit or not self._relieve():
-                break
-            self.now = self.forecaster.forecast(self.actions)
+        self._fit()
+        if self.now.peak_bytes > self.limit and self.cut:  # it may go without cutting as long as there are other ways
+            cut = self.actions, self.now
+            self._begin(0.0)
+            self._fit()
+            if cut[1].peak_bytes <= self.now.peak_bytes:
+                self.actions, self.now = cut
         self._take_back()
         return Plan(
             tuple(self.actions),
@@ -85,6 +96,12 @@ class _Greedy:
             self.now.swap_bytes,
         )
 
+    def _fit(self) -> None:
+        for _ in range(ROUNDS):
+            if self.now.peak_bytes <= self.limit or not self._relieve():
+                break
+            self.now = self.forecaster.forecast(self.actions)
+
     def _relieve(self) -> bool:
         """Evict at the worst position. False if nothing there can go."""
         now, graph = self.now, self.graph
@@ -94,16 +111,30 @@ class _Greedy:
             saves = now.forward_bytes.index(forward)
             return self._evict(over_bytes, -1, lambda v: v < saves and graph.floats_to[v] < saves)
         worst = now.resident_bytes.index(backward)
-        if self._evict(over_bytes, worst, lambda v: graph.release[v] > worst):
+        links = self._links(worst)
+        cut = cut_links(graph, links, self.prices.replayed, self.limit - backward + sum(self.sizes[v] for v in links))
+        if cut and sum(self.sizes[v] for v in cut) < over_bytes * self.narrow:
+            self._have(cut, Action.KEEP)
             return True
-        return self._break_chain(worst, over_bytes)
+        return self._evict(over_bytes, worst, lambda v: graph.release[v] > worst) or self._break(links, cut, over_bytes)
+
+    def _links(self, worst: int) -> list[int]:
+        """What is back by then for the sake of chains alone."""
+        actions, back_at, first_need = self.actions, self.now.back_at, self.graph.first_need
+        return [
+            v
+            for v, action in enumerate(actions)
+            if action is Action.RECOMPUTE
+            and self.forced.get(v) is not action
+            and 0 <= back_at[v] <= worst < first_need[v]
+        ]
 
     def _evict(self, over_bytes: int, worst: int, resident: Callable[[int], bool]) -> bool:
         """Evict the cheapest of what is `resident` at the worst position and not needed before it."""
         first_need, actions = self.graph.first_need, self.actions
         heap: list[tuple[float, int]] = []
         for v, action in enumerate(actions):
-            if action is Action.KEEP and first_need[v] > worst and resident(v):
+            if action is Action.KEEP and first_need[v] > worst and v not in self.cut and resident(v):
                 option = self.prices[v]
                 if option is not None:
                     heap.append((option.per_byte, -v))
@@ -129,24 +160,27 @@ class _Greedy:
         self.actions[option.order] = option.action
         return self.prices.taken(option)
 
-    def _break_chain(self, worst: int, over_bytes: int) -> bool:
-        """The worst position is full of chains replayed for an early need: swap the largest of their links instead."""
+    def _break(self, links: list[int], cut: list[int], over_bytes: int) -> bool:
+        """Nothing is left to evict where it is full of chains: have some of their links there instead, on the host if
+        that can be. False if there are none."""
         if Action.SWAP not in self.allowed:
-            return False
-        graph = self.graph
-        links = [
-            v
-            for v, action in enumerate(self.actions)
-            if action is Action.RECOMPUTE and self.forced.get(v) is not Action.RECOMPUTE
-            if 0 <= self.now.back_at[v] <= worst < graph.first_need[v]
-        ]
+            self._have(cut, Action.KEEP)
+            return bool(cut)
         wanted = max(1, int(over_bytes * BATCH))
+        largest = []
         for v in sorted(links, key=lambda v: (-self.sizes[v], v)):
-            self.actions[v] = Action.SWAP
-            wanted -= self.sizes[v]
-            if wanted <= 0:
-                break
-        return bool(links)
+            if wanted > 0:
+                largest.append(v)
+                wanted -= self.sizes[v]
+        self._have(largest, Action.SWAP)
+        return bool(largest)
+
+    def _have(self, links: list[int], action: Action) -> None:
+        """Links of chains are kept or swapped from now on, so that chains end there."""
+        for v in links:
+            self.actions[v] = action
+        self.cut.update(links)
+        self.prices = Prices(self.graph, self.link, self.allowed, self.forced, self.actions)
 
     # -- what was not needed --------------------------------------------------------------------------------------
     def _take_back(self) -> None:

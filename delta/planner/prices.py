@@ -45,14 +45,14 @@ class Prices:
         for number, op in enumerate(graph.ops):
             for node in op.inputs:
                 self._users[node].append(number)
-        self._replayed: set[int] = set()
+        self.replayed: set[int] = set()
         self._fixed: dict[int, Option | None] = {}  # the best way but for swaps, whose cost the link's load moves
         self._forward_ns = graph.need_ns[0] if graph.need_ns else 0
         self._backward_ns = graph.end_ns - self._forward_ns
         self._swapped_bytes = 0
         for v, action in enumerate(actions):
             if action is Action.RECOMPUTE:
-                self._replayed.update(self._added(v) or ())
+                self.replayed.update(self._added(v) or ())
             elif action is Action.SWAP:
                 self._swapped_bytes += graph.nodes[graph.saved[v]].nbytes
 
@@ -74,7 +74,7 @@ class Prices:
         if option.action is not Action.RECOMPUTE:
             return []
         added = self._added(option.order) or []
-        self._replayed.update(added)
+        self.replayed.update(added)
         return self._reprice([self._graph.saved[option.order]], added)
 
     def _may_go(self, v: int) -> bool:
@@ -109,7 +109,7 @@ class Prices:
 
     def _added(self, v: int) -> list[int] | None:
         """Ops that dropping `v` adds to the replays. None where its chain cannot be replayed."""
-        ops, orders, makers, replayed = self._graph.ops, self._orders, self._makers, self._replayed
+        ops, orders, makers, replayed = self._graph.ops, self._orders, self._makers, self.replayed
         target = self._graph.saved[v]
         if self._rooted[target]:
             return []
