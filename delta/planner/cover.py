@@ -34,7 +34,7 @@ from delta.types import Action
 
 # With more choices than this their relaxation is solved. It leaves hardly more choices open than there are bounded
 # positions (without any, a storage or two), and rounding those costs less than the search for the best whole answer.
-WHOLE = 2000
+WHOLE = 4000
 WINDOWS = 24  # of the link: that many moments at which what has been copied is compared with what it can carry
 
 

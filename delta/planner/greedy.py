@@ -30,7 +30,7 @@ BATCH = 0.34
 # Chains are cut rather than more evicted where the cuts take less than this share of the excess.
 NARROW = 0.5
 # Evictions are tried without one by one for as many forecasts as pass this many ops and storages.
-TRIED = 12_000
+TRIED = 10_000
 # The worst position is looked for this often at most; what is over then is left to the engine, which holds the limit.
 ROUNDS = 16
 
