@@ -24,7 +24,7 @@ from delta.families import FamilyLearner
 from delta.layout import Layout
 from delta.learner import AIM, ANY_LOOK, Learner
 from delta.ledger import Host, Ledger, Record
-from delta.planner import FEEDBACK, PLANNERS, Plan, StepGraph, Task
+from delta.planner import BESIDE, FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
 from delta.room import Room
 from delta.routine import Routine
@@ -93,6 +93,7 @@ class Engine:
         self._largest_bytes = 0
         self._lost_ns = 0
         self._plans_made = 0
+        self._open_tasks: list[Task] = []  # planned at once, worth a longer search; the last one planned last
         self._position = 0  # needs of this step that plans have been followed for
         self._failed: BudgetError | None = None
         self._recording = False
@@ -612,13 +613,44 @@ class Engine:
                 forced[order] = action
         return forced
 
+    # -- planning beside the training ---------------------------------------------------------------------------------
+    @property
+    def open_task(self) -> Task | None:
+        """What a longer search (`BESIDE`) may find a better plan for, outside of the engine; None if nothing is open.
+
+        The same task as long as it is worth the search: once its kind of step has been planned anew, it is not."""
+        tasks, planned_as = self._open_tasks, self.learner.planned_as
+        while tasks and planned_as(tasks[-1].graph, tasks[-1].limit_bytes) is None:
+            tasks.pop()
+        return tasks[-1] if tasks else None
+
+    def search_ended(self, task: Task, plan: Plan | None) -> None:
+        """The search for an open task is over. A plan it found is followed from the next step on.
+
+        To be told between two steps. An answer to what is not asked any more is left."""
+        self._open_tasks = [other for other in self._open_tasks if other is not task]
+        profile = self.learner.planned_as(task.graph, task.limit_bytes)
+        if profile is not None and plan is not None:
+            self.learner.follow(profile, plan)
+
     def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
         self._plans_made += 1
-        policy = self.policy
+        policy, kind = self.policy, self.policy.planner.kind
+        known = () if self._announced else self.learner.actions_for(graph)
         task = Task(
-            graph, limit_bytes, self.queue.link, policy.director.actions, forced, self._announced, policy.planner
+            graph,
+            limit_bytes,
+            self.queue.link,
+            policy.director.actions,
+            forced,
+            self._announced,
+            policy.planner,
+            known,
         )
-        return PLANNERS[policy.planner.kind](task)
+        plan = PLANNERS[kind](task)
+        if kind in BESIDE and not self._announced and not plan.idle:
+            self._open_tasks = [*(other for other in self._open_tasks if other.graph is not graph), task]
+        return plan
 
     def _heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:
         return FEEDBACK[self.policy.planner.kind](plan, graph, self.queue.link, late)

@@ -47,6 +47,11 @@ class Profile:
     ways: bytes | None = None  # how they are recorded from now on; None: all of them are
     then: Profile | None = None  # the kind of step that came after the last one of this kind
 
+    @property
+    def aim_bytes(self) -> int:
+        """What the plan may take."""
+        return int(self.planned_for_bytes * self.squeeze)
+
 
 @dataclass(slots=True)
 class Learner:
@@ -311,6 +316,21 @@ class Learner:
         if following is not None and following.ways is not None and not self.missed:
             self.routine = Routine(following.calls, following.ways)
 
+    def actions_for(self, graph: StepGraph) -> tuple[Action, ...]:
+        """Those of the plan followed so far in steps like this; empty where there is none."""
+        plans = (p.plan for p in self.profiles if p.graph is graph and p.plan is not None)
+        return next((plan.actions for plan in plans if len(plan.actions) == len(graph.saved)), ())
+
+    def planned_as(self, graph: StepGraph, aim_bytes: int) -> Profile | None:
+        """The kind of step that is planned for just this, if there is one still."""
+        return next((p for p in self.profiles if p.graph is graph and p.plan and p.aim_bytes == aim_bytes), None)
+
+    def follow(self, profile: Profile, plan: Plan) -> None:
+        """Steps of this kind go by another plan from here on: what it replays has to be recorded."""
+        profile.plan, profile.ways = plan, None
+        if self._routine_of is profile:
+            self.leave_routine()
+
     def _reset(self) -> None:
         self.log = StepLog()
         self.packs = 0
@@ -330,7 +350,7 @@ class Learner:
             profile.idle = True
         elif self.make_plan is not None:
             profile.planned_for_bytes = limit_bytes
-            profile.plan = self.make_plan(profile.graph, int(limit_bytes * profile.squeeze), profile.forced)
+            profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)
 
     def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, fitted: bool) -> None:
         """A step like one before: better op times, and a tighter plan if its peak was over the limit."""

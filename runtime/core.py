@@ -28,6 +28,7 @@ from delta.ledger import Host
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.persistent import Persistent
+from delta.runtime.planning import PlanningAside
 from delta.runtime.rawmem import sole_owner
 from delta.runtime.recompute import Recipe
 from delta.runtime.rematerialise import Rematerialiser
@@ -73,6 +74,7 @@ class Core:
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)
         self.writes = Writes(self)
+        self.planning = PlanningAside(engine)
         self.slots: dict[int, Slot] = {}
         self.stall_ns = 0
         self.overhead_ns = 0
@@ -274,8 +276,12 @@ class Core:
         record = self.known(tensor)
         if record is None:
             record = self.create(tensor, Kind.ACTIVATION)
-        engine, now_ns = self.engine, time.perf_counter_ns()
-        if not engine.learner.in_step:
+        engine = self.engine
+        begins = not engine.learner.in_step
+        if begins:
+            self.planning.step_begins()
+        now_ns = time.perf_counter_ns()
+        if begins:
             self._step_began_ns = now_ns
         self._measure()
         if self._untimed:
@@ -501,6 +507,7 @@ class Core:
         """The block has ended: no thread stays. What handles still need stays until the last of them dies."""
         self.at_pack = self.at_unpack = _nothing
         self.device.stop()
+        self.planning.close()
         self.closing = True
         with self:
             pass

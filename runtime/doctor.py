@@ -154,6 +154,6 @@ def _missing() -> Iterator[Missing]:
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
         yield Missing("CuPy", "pinned slabs and copies then go through torch", f"pip install 'delta-evict[{extra}]'")
     if find_spec("scipy") is None:
-        yield Missing("SciPy", "monet, and plans where greedy is stuck, need it", "pip install scipy")
+        yield Missing("SciPy", "monet, and better plans beside the training, need it", "pip install scipy")
     if find_spec("plotly") is None:
         yield Missing("Plotly", "only text, SVG and Chrome traces are drawn", "pip install 'delta-evict[plot]'")

@@ -255,7 +255,7 @@ def test_a_copy_back_that_a_chain_reads_begins_one_need_earlier(seed):
 
 # -- when the solver has nothing --------------------------------------------------------------------------------------
 def test_without_an_answer_the_greedy_plan_stands(monkeypatch):
-    monkeypatch.setattr(Program, "solve", lambda self, time_limit_s, gap: None)
+    monkeypatch.setattr(Program, "solve", lambda *_: None)
     graph = chain()
     assert monet(a_task(graph, 520)) == plan_step(graph, 520, LINK, (KEEP, RECOMPUTE))
 
@@ -263,7 +263,7 @@ def test_without_an_answer_the_greedy_plan_stands(monkeypatch):
 def test_the_time_limit_reaches_the_solver(monkeypatch):
     seen = []
 
-    def solve(self, time_limit_s, gap):
+    def solve(self, time_limit_s, gap, relaxed):
         seen.append((time_limit_s, gap))
 
     monkeypatch.setattr(Program, "solve", solve)

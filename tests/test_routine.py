@@ -149,6 +149,15 @@ def test_kinds_that_take_turns_are_expected_in_turn(learner):
     assert [follow(learner, kind) for kind in "abab"] == [True] * 4
 
 
+def test_another_plan_ends_the_routine(learner):
+    for _ in range(SHORT):
+        follow(learner, "a")
+    assert learner.routine is not None
+    learner.follow(learner.profiles[0], plan_of([RECOMPUTE] * 3))
+    assert [follow(learner, "a") for _ in range(2)] == [False, True]
+    assert learner.profiles[0].ways == bytes([R, R, R])
+
+
 def test_a_step_that_was_left_midway_is_not_learned_from(learner):
     for _ in range(SHORT):
         follow(learner, "a")

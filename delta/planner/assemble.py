@@ -6,9 +6,9 @@ begin. Where everything may go, forward reads its storages too: one goes after i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from delta.planner.forecast import copies_back, forecast
+from delta.planner.forecast import Forecaster, copies_back, forecast
 from delta.planner.steplog import Plan
 from delta.planner.task import Task
 from delta.types import Action
@@ -17,6 +17,17 @@ from delta.types import Action
 def assemble(task: Task, actions: Sequence[Action]) -> Plan:
     """The plan that gives each saved storage its action, by save order."""
     return _everything(task, actions) if task.everything else _saved(task, actions)
+
+
+def best(task: Task, plans: Iterable[Plan]) -> Plan:
+    """The one that costs least by forecast among those that fit, else the one that is least over the limit."""
+    forecaster = Forecaster(task.graph, task.link)
+
+    def rank(plan: Plan) -> tuple[int, int]:
+        found = forecaster.forecast(plan.actions)
+        return max(found.peak_bytes, task.limit_bytes), found.cost_ns
+
+    return min(plans, key=rank)
 
 
 def _saved(task: Task, actions: Sequence[Action]) -> Plan:

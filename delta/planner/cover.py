@@ -33,6 +33,9 @@ from delta.planner.program import Program, Term
 from delta.planner.task import Task
 from delta.types import Action
 
+# With more choices than this their relaxation is solved. It leaves hardly more choices open than there are bounded
+# positions (without any, a storage or two), and rounding those costs less than the search for the best whole answer.
+WHOLE = 4000
 WINDOWS = 24  # of the link: that many moments at which what has been copied is compared with what it can carry
 
 
@@ -74,15 +77,16 @@ class Cover:
 
     def solve(self, time_limit_s: float, gap: float) -> list[Action] | None:
         """The actions by save order; None where the limit cannot be kept or no answer was found in time."""
-        found = self._program.solve(time_limit_s, gap)
+        ways = {Action.RECOMPUTE: self._drop, Action.SWAP: self._swap, Action.ENCODE: self._encode}
+        relaxed = sum(map(len, ways.values())) > WHOLE
+        found = self._program.solve(time_limit_s, gap, relaxed)
         if found is None:
             return None
         actions = [Action.KEEP] * len(self._sizes)
-        ways = {Action.RECOMPUTE: self._drop, Action.SWAP: self._swap, Action.ENCODE: self._encode}
-        for action, variables in ways.items():
-            for v, variable in variables.items():
-                if found[variable] > 0.5:
-                    actions[v] = action
+        for v in range(len(actions)):
+            gone = {action: found[variables[v]] for action, variables in ways.items() if v in variables}
+            if sum(gone.values()) > 0.5:
+                actions[v] = max(gone, key=lambda action: gone[action])
         return actions
 
     # -- the cover ------------------------------------------------------------------------------------------------

@@ -64,9 +64,9 @@ def copies_back(graph: StepGraph, first_use: Mapping[int, int], link: Link) -> t
         lead_ns = min(start_ns, graph.need_ns[position]) - int(took_ns * EARLY)
         start_ns = min(start_ns, graph.need_ns[position]) - took_ns
         at = max(0, min(bisect_right(graph.need_ns, lead_ns), position) - 1)
-        prefetch.setdefault(at, []).insert(0, v)
+        prefetch.setdefault(at, []).append(v)
     late_ns = max(0, graph.need_ns[0] - start_ns) if first_use else 0
-    return {at: tuple(orders) for at, orders in prefetch.items()}, late_ns
+    return {at: tuple(reversed(orders)) for at, orders in prefetch.items()}, late_ns
 
 
 def copies_out(graph: StepGraph, actions: Sequence[Action], link: Link) -> dict[int, int]:
@@ -81,110 +81,126 @@ def copies_out(graph: StepGraph, actions: Sequence[Action], link: Link) -> dict[
 
 
 def forecast(graph: StepGraph, actions: Sequence[Action], link: Link) -> Forecast:
-    """Walk backward under `actions`, one for each saved storage: once to see when swapped storages are read, and once
-    with their copies back in place."""
-    first_use: Mapping[int, int] = {}
-    if Action.SWAP in actions:
-        scout = _Walk(graph, actions, link, {})
-        scout.run()
-        first_use = scout.used_at
-    return _Walk(graph, actions, link, first_use).run()
+    """Walk backward under `actions`, one for each saved storage."""
+    return Forecaster(graph, link).forecast(actions)
+
+
+class Forecaster:
+    """Makes many forecasts of one step: what does not hang on the actions is laid out once."""
+
+    def __init__(self, graph: StepGraph, link: Link) -> None:
+        self.graph, self.link = graph, link
+        self.sizes = [graph.nodes[node].nbytes for node in graph.saved]
+        self.nbytes = [node.nbytes for node in graph.nodes]
+        self.orders = [node.order for node in graph.nodes]
+        self.makers = [node.op for node in graph.nodes]
+        self.rooted = [node.rooted for node in graph.nodes]
+        self.released: list[list[int]] = [[] for _ in range(len(graph.needs) + 1)]  # before each need
+        for v, before in enumerate(graph.release):
+            self.released[before].append(v)
+
+    def forecast(self, actions: Sequence[Action]) -> Forecast:
+        """What comes of `actions`, one for each saved storage."""
+        graph, link = self.graph, self.link
+        walk = _Walk(self, actions)
+        resident = walk.run()
+        prefetch, late_ns = copies_back(graph, walk.used_at, link)
+        out_done_ns = copies_out(graph, actions, link)
+        there = [0] * (len(resident) + 1)  # of what comes back ahead of its use, or is on its way out: how it changes
+        for at, orders in prefetch.items():
+            for v in orders:
+                came = walk.back_at[v]
+                if at <= came:  # else a replay has made it before
+                    there[at] += self.sizes[v]
+                    there[came + (came < walk.used_at[v])] -= self.sizes[v]  # while one makes it, it is there twice
+                    walk.back_at[v] = at
+        for v, done_ns in out_done_ns.items():
+            there[0] += self.sizes[v]
+            there[bisect_right(graph.need_ns, done_ns)] -= self.sizes[v]
+        resident = list(map(add, resident, accumulate(there)))
+        if graph.beside_needs:
+            resident = list(map(add, resident, graph.beside_needs))
+        swap_bytes = sum(self.sizes[v] for v in out_done_ns)
+        busy_ns = link.out_ns(swap_bytes) + link.in_ns(swap_bytes)
+        stall_ns = late_ns + int(busy_ns * link.interference)
+        return Forecast(
+            tuple(self._forward(actions, out_done_ns)),
+            tuple(resident),
+            tuple(walk.back_at),
+            prefetch,
+            walk.replay_ns,
+            stall_ns,
+            swap_bytes,
+            walk.encode_ns,
+        )
+
+    def _forward(self, actions: Sequence[Action], out_done_ns: Mapping[int, int]) -> list[int]:
+        """Resident bytes after each save: what is kept or encoded, what the program still uses, what is on its way
+        out."""
+        graph, sizes = self.graph, self.sizes
+        count = len(sizes)
+        change = [0] * (count + 1)
+        for v, action in enumerate(actions):
+            change[v] += sizes[v]
+            if action is Action.KEEP:
+                continue
+            until = graph.floats_to[v] + 1
+            if v in out_done_ns:
+                until = max(until, bisect_right(graph.save_ns, out_done_ns[v]))
+            change[until] -= sizes[v]
+            if action is Action.ENCODE:
+                change[v] += graph.nodes[graph.saved[v]].encoded_bytes
+        return list(map(add, accumulate(change[:count]), graph.beside_saves or repeat(0)))
 
 
 class _Walk:
-    def __init__(self, graph: StepGraph, actions: Sequence[Action], link: Link, first_use: Mapping[int, int]) -> None:
-        self.graph, self.actions, self.link, self.first_use = graph, actions, link, first_use
+    """One walk through backward. A swapped storage is taken to be copied back in no time when it is first used."""
+
+    def __init__(self, step: Forecaster, actions: Sequence[Action]) -> None:
+        self.graph, self.actions, self.step = step.graph, actions, step
         self.used_at: dict[int, int] = {}  # where each swapped storage is read first
-        self.available = [node.rooted for node in graph.nodes]
+        self.available = list(step.rooted)
         self.resident = 0
-        self.present = [False] * len(graph.saved)
-        self.back_at = [-1] * len(graph.saved)
-        self.out_done_ns = copies_out(graph, actions, link)
+        self.present = [False] * len(step.sizes)
+        self.back_at = [-1] * len(step.sizes)
         self.replay_ns = 0
         self.encode_ns = 0
         self.encoded: set[int] = set()  # save orders whose encoded form is there
         self.at = 0
         self.most = 0
 
-    def run(self) -> Forecast:
-        graph = self.graph
+    def run(self) -> list[int]:
+        """The most that is resident while each need is served."""
+        graph, actions, available, released = self.graph, self.actions, self.available, self.step.released
         for v, node in enumerate(graph.saved):
-            if self.actions[v] is Action.KEEP:
+            if actions[v] is Action.KEEP:
                 self._bring(v, node)
-            elif self.actions[v] is Action.ENCODE:
+            elif actions[v] is Action.ENCODE:
                 self.encoded.add(v)
                 self.encode_ns += graph.nodes[node].encode_ns
-                self._add(graph.nodes[node].encoded_bytes)
-        prefetch, late_ns = copies_back(graph, self.first_use, self.link)
-        leaving = self._leaving()
-        released: dict[int, list[int]] = {}
-        for v, before in enumerate(graph.release):
-            released.setdefault(before, []).append(v)
+                self.resident += graph.nodes[node].encoded_bytes
         resident: list[int] = []
         for position, v in enumerate(graph.needs):
             self.at = position
-            for gone in released.get(position, ()):
+            for gone in released[position]:
                 self._release(gone)
             self.most = self.resident
-            for coming in prefetch.get(position, ()):
-                self._bring(coming, graph.saved[coming])
-            if self.actions[v] is Action.SWAP:
+            node = graph.saved[v]
+            if actions[v] is Action.SWAP:
                 self._use_swapped(v)
-            elif self.actions[v] is Action.ENCODE:
+            elif actions[v] is Action.ENCODE:
                 self._use_encoded(v)
-            elif not self.available[graph.saved[v]]:
-                self._replay(graph.saved[v])
-            resident.append(self.most + leaving.get(position, 0))
-        if graph.beside_needs:
-            resident = list(map(add, resident, graph.beside_needs))
-        swap_bytes = sum(
-            graph.nodes[node].nbytes for v, node in enumerate(graph.saved) if self.actions[v] is Action.SWAP
-        )
-        busy_ns = self.link.out_ns(swap_bytes) + self.link.in_ns(swap_bytes)
-        stall_ns = late_ns + int(busy_ns * self.link.interference)
-        return Forecast(
-            tuple(self._forward()),
-            tuple(resident),
-            tuple(self.back_at),
-            prefetch,
-            self.replay_ns,
-            stall_ns,
-            swap_bytes,
-            self.encode_ns,
-        )
-
-    def _forward(self) -> list[int]:
-        """Resident bytes after each save: what is kept or encoded, what the program still uses, what is on its way
-        out."""
-        graph = self.graph
-        count = len(graph.saved)
-        change = [0] * (count + 1)
-        for v, node in enumerate(graph.saved):
-            until = count
-            if self.actions[v] is not Action.KEEP:
-                until = graph.floats_to[v] + 1
-            if v in self.out_done_ns:
-                until = max(until, bisect_right(graph.save_ns, self.out_done_ns[v]))
-            change[v] += graph.nodes[node].nbytes
-            change[until] -= graph.nodes[node].nbytes
-            if self.actions[v] is Action.ENCODE:
-                change[v] += graph.nodes[node].encoded_bytes
-        return list(map(add, accumulate(change[:count]), graph.beside_saves or repeat(0)))
-
-    def _leaving(self) -> dict[int, int]:
-        """Bytes still on their way out at each position: a copy out may not have ended when backward begins."""
-        leaving: dict[int, int] = {}
-        for v, done_ns in self.out_done_ns.items():
-            for position in range(bisect_right(self.graph.need_ns, done_ns)):
-                leaving[position] = leaving.get(position, 0) + self.graph.nodes[self.graph.saved[v]].nbytes
-        return leaving
+            elif not available[node]:
+                self._replay(node)
+            resident.append(self.most)
+        return resident
 
     def _bring(self, v: int, node: int) -> None:
         self.available[node] = True
         if not self.present[v]:
             self.present[v] = True
             self.back_at[v] = self.at
-            self._add(self.graph.nodes[node].nbytes)
+            self._add(self.step.sizes[v])
             self._discard_encoded(v)
 
     def _use_swapped(self, v: int) -> None:
@@ -196,7 +212,7 @@ class _Walk:
         if v in self.encoded:
             self.encode_ns += node.decode_ns
             if node.stand_in:
-                self.most = max(self.most, self.resident + node.nbytes)
+                self._note(node.nbytes)
                 return
         self._bring(v, self.graph.saved[v])
 
@@ -209,59 +225,70 @@ class _Walk:
         self._discard_encoded(v)
         if self.present[v]:
             self.present[v] = False
-            self.resident -= self.graph.nodes[self.graph.saved[v]].nbytes
+            self.resident -= self.step.sizes[v]
 
     def _add(self, nbytes: int) -> None:
         self.resident += nbytes
-        self.most = max(self.most, self.resident)
+        self._note(0)
+
+    def _note(self, beside_bytes: int) -> None:
+        """What is resident counts for the peak, and that beside it."""
+        if self.resident + beside_bytes > self.most:
+            self.most = self.resident + beside_bytes
 
     def _replay(self, target: int) -> None:
         """Replay the missing chain of `target`; its products stay where a later need will ask for them."""
-        graph = self.graph
+        ops, release = self.graph.ops, self.graph.release
+        available, orders, nbytes = self.available, self.step.orders, self.step.nbytes
         chain = self._missing(target)
         uses: dict[int, int] = {}
         for op in chain:
-            for node in graph.ops[op].inputs:
+            for node in ops[op].inputs:
                 uses[node] = uses.get(node, 0) + 1
         temporary: set[int] = set()
         for op in chain:
-            self.replay_ns += graph.ops[op].cost_ns
-            for node in graph.ops[op].outputs:
-                if self.available[node]:
+            self.replay_ns += ops[op].cost_ns
+            self._note(sum(nbytes[node] for node in ops[op].outputs))  # also of what is there, or nobody asks for
+            for node in ops[op].outputs:
+                if available[node]:
                     continue
-                order = graph.nodes[node].order
-                if order >= 0 and graph.release[order] > self.at:
+                order = orders[node]
+                if order >= 0 and release[order] > self.at:
                     self._bring(order, node)
                 elif node in uses or node == target:
-                    self.available[node] = True
+                    available[node] = True
                     temporary.add(node)
-                    self._add(graph.nodes[node].nbytes)
-            for node in graph.ops[op].inputs:
+                    self._add(nbytes[node])
+            for node in ops[op].inputs:
                 uses[node] -= 1
                 if not uses[node] and node in temporary:
                     temporary.discard(node)
-                    self.available[node] = False
-                    self.resident -= graph.nodes[node].nbytes
+                    available[node] = False
+                    self.resident -= nbytes[node]
         for node in temporary:
-            self.available[node] = False
-            self.resident -= graph.nodes[node].nbytes
+            available[node] = False
+            self.resident -= nbytes[node]
 
     def _missing(self, target: int) -> list[int]:
         """Ops to replay for `target`; a swapped ancestor is copied back at once instead, an encoded one decoded."""
-        graph = self.graph
+        ops, available, actions = self.graph.ops, self.available, self.actions
+        orders, makers, rooted = self.step.orders, self.step.makers, self.step.rooted
         chain: set[int] = set()
         todo = [target]
         while todo:
-            node = graph.nodes[todo.pop()]
-            if node.order >= 0 and self.actions[node.order] is Action.SWAP:
-                self._use_swapped(node.order)
+            node = todo.pop()
+            order = orders[node]
+            if order >= 0:
+                action = actions[order]
+                if action is Action.SWAP:
+                    self._use_swapped(order)
+                    continue
+                if action is Action.ENCODE and not rooted[node] and not self.graph.nodes[node].stand_in:
+                    self._use_encoded(order)
+                    continue
+            op = makers[node]
+            if op is None or op in chain:
                 continue
-            whole = not node.rooted and not node.stand_in
-            if node.order >= 0 and self.actions[node.order] is Action.ENCODE and whole:
-                self._use_encoded(node.order)
-                continue
-            if node.op is None or node.op in chain:
-                continue
-            chain.add(node.op)
-            todo += [source for source in graph.ops[node.op].inputs if not self.available[source]]
+            chain.add(op)
+            todo += [source for source in ops[op].inputs if not available[source]]
         return sorted(chain)

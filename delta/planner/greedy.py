@@ -1,11 +1,14 @@
 """The profile planner: which saved storages to keep, swap or recompute so that the whole step fits.
 
 A greedy answer to the covering problem of the design (section 7): while the forecast is over the limit, take its worst
-position and evict, among what is resident there and not needed before, the storage with the least added cost per byte.
+position and evict, among what is resident there and not needed before, the storages with the least added cost per byte.
 The added cost of recomputing is that of the ops its chain adds to those replayed anyway; the added cost of swapping is
 the compute time its copies take plus what the link cannot hide; that of encoding is the time to encode and to decode,
 and frees only what the encoded form does not take; a stand-in adds its chain too where a replay reads it. When it fits,
 evictions that turn out not to be needed are taken back, dearest first.
+
+Costs are kept in `Prices` and looked at again only where something changed, and a forecast is made only when a whole
+excess has been chosen for, so the time grows with the storages and not with their square.
 
 Bounds: no optimality; the covering integer program (policy `monet`) is for that. It is deterministic.
 """
@@ -13,26 +16,23 @@ Bounds: no optimality; the covering integer program (policy `monet`) is for that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
-from delta.planner.forecast import Forecast, forecast
+from delta.planner.cuts import cut_links
+from delta.planner.forecast import Forecast, Forecaster
+from delta.planner.prices import Option, Prices
 from delta.planner.steplog import Plan, StepGraph
 from delta.types import Action, Link
 
-# Evictions chosen between two forecasts cover at most this share of the excess: costs change as chains grow.
+# Links of chains are swapped for at most this share of the excess between two forecasts: one broken may free many more.
 BATCH = 0.34
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    order: int
-    action: Action
-    cost_ns: float
-    nbytes: int
-
-    @property
-    def per_byte(self) -> float:
-        return self.cost_ns / self.nbytes
+# Chains are cut rather than more evicted where the cuts take less than this share of the excess.
+NARROW = 0.5
+# Evictions are tried without one by one for as many forecasts as pass this many ops and storages.
+TRIED = 10_000
+# The worst position is looked for this often at most; what is over then is left to the engine, which holds the limit.
+ROUNDS = 16
 
 
 def plan_step(
@@ -64,172 +64,180 @@ class _Greedy:
     ) -> None:
         self.graph, self.limit, self.link, self.allowed, self.forced = graph, limit_bytes, link, allowed, forced
         self.begun = begun or [Action.KEEP] * len(graph.saved)
+        self.sizes = [graph.nodes[node].nbytes for node in graph.saved]
+        self.forecaster = Forecaster(graph, link)
+        self._begin(NARROW)
+
+    def _begin(self, narrow: float) -> None:
+        self.narrow = narrow
         self.actions = list(self.begun)
-        self.replayed: set[int] = set()
-        for v, action in enumerate(self.begun):
-            self.replayed |= self._adds(v, action) or set()
-        self.now: Forecast = forecast(graph, self.actions, link)
+        self.cut: set[int] = set()  # links that are there so that chains end at them
+        self.prices = Prices(self.graph, self.link, self.allowed, self.forced, self.actions)
+        self.now: Forecast = self.forecaster.forecast(self.actions)
 
     def plan(self) -> Plan:
-        for _ in range(4 * len(self.actions) + 4):
-            if self.now.peak_bytes <= self.limit or not self._relieve():
-                break
-            self.now = forecast(self.graph, self.actions, self.link)
+        self._fit()
+        if self.now.peak_bytes > self.limit and self.cut:  # it may go without cutting as long as there are other ways
+            cut = self.actions, self.now
+            self._begin(0.0)
+            self._fit()
+            if cut[1].peak_bytes <= self.now.peak_bytes:
+                self.actions, self.now = cut
         self._take_back()
         return Plan(
             tuple(self.actions),
             self.now.prefetch,
             self.graph.next_needs,
             self.graph.need_ns,
-            tuple(self.graph.nodes[node].nbytes for node in self.graph.saved),
+            tuple(self.sizes),
             self.now.forward_bytes,
             self.now.peak_bytes,
             self.now.replay_ns,
             self.now.swap_bytes,
         )
 
+    def _fit(self) -> None:
+        for _ in range(ROUNDS):
+            if self.now.peak_bytes <= self.limit or not self._relieve():
+                break
+            self.now = self.forecaster.forecast(self.actions)
+
     def _relieve(self) -> bool:
         """Evict at the worst position. False if nothing there can go."""
-        now = self.now
+        now, graph = self.now, self.graph
         forward, backward = max(now.forward_bytes, default=0), max(now.resident_bytes, default=0)
+        over_bytes = max(forward, backward) - self.limit
         if forward > backward:
             saves = now.forward_bytes.index(forward)
-            options = self._options(-1, lambda v: v < saves and self.graph.floats_to[v] < saves)
-        else:
-            worst = now.resident_bytes.index(backward)
-            options = self._options(worst, lambda v: self.graph.release[v] > worst)
-        if not options:
-            return forward <= backward and self._break_chain(now.resident_bytes.index(backward))
-        wanted = max(1, int((max(forward, backward) - self.limit) * BATCH))
-        for option in sorted(options, key=lambda option: (option.per_byte, -option.order)):
-            self._take(option)
-            wanted -= option.nbytes
-            if wanted <= 0:
-                break
-        return True
+            return self._evict(over_bytes, -1, lambda v: v < saves and graph.floats_to[v] < saves)
+        worst = now.resident_bytes.index(backward)
+        links = self._links(worst)
+        cut = cut_links(graph, links, self.prices.replayed, self.limit - backward + sum(self.sizes[v] for v in links))
+        if cut and sum(self.sizes[v] for v in cut) < over_bytes * self.narrow:
+            self._have(cut, Action.KEEP)
+            return True
+        return self._evict(over_bytes, worst, lambda v: graph.release[v] > worst) or self._break(links, cut, over_bytes)
 
-    def _options(self, worst: int, resident: Callable[[int], bool]) -> list[_Option]:
-        """Ways to evict what is `resident` at the worst position and not needed before it."""
-        graph = self.graph
-        options = []
-        for v, action in enumerate(self.actions):
-            node = graph.nodes[graph.saved[v]]
-            stuck = not node.evictable or not node.nbytes
-            if action is not Action.KEEP or stuck or graph.first_need[v] <= worst or not resident(v):
-                continue
-            best = min(self._ways(v, node.nbytes), key=lambda option: option.per_byte, default=None)
-            if best is not None:
-                options.append(best)
-        return options
-
-    def _ways(self, v: int, nbytes: int) -> list[_Option]:
-        forced = self.forced.get(v)
-        ways = []
-        if Action.RECOMPUTE in self.allowed and forced in (None, Action.RECOMPUTE):
-            replay_ns = self._replay_ns(v, Action.RECOMPUTE)
-            if replay_ns is not None:
-                ways.append(_Option(v, Action.RECOMPUTE, replay_ns, nbytes))
-        if Action.SWAP in self.allowed and forced in (None, Action.SWAP):
-            ways.append(_Option(v, Action.SWAP, self._swap_ns(nbytes), nbytes))
-        node = self.graph.nodes[self.graph.saved[v]]
-        if Action.ENCODE in self.allowed and forced in (None, Action.ENCODE) and node.encoded_bytes:
-            replay_ns = self._replay_ns(v, Action.ENCODE)
-            if replay_ns is not None:
-                cost_ns = node.encode_ns + node.decode_ns + replay_ns
-                ways.append(_Option(v, Action.ENCODE, cost_ns, nbytes - node.encoded_bytes))
-        return ways
-
-    def _replay_ns(self, v: int, action: Action) -> int | None:
-        """Time of the ops it adds to the replays. None where they cannot be replayed."""
-        added = self._adds(v, action)
-        return sum(self.graph.ops[op].cost_ns for op in added) if added is not None else None
-
-    def _swap_ns(self, nbytes: int) -> float:
-        """Compute time its copies take, and what does not fit beside forward (out) or backward (in) any more."""
-        swapped = self.now.swap_bytes + nbytes
-        forward_ns = self.graph.need_ns[0]
-        backward_ns = self.graph.end_ns - forward_ns
-        out_ns, in_ns = self.link.out_ns(nbytes), self.link.in_ns(nbytes)
-        over_out = min(out_ns, max(0, self.link.out_ns(swapped) - forward_ns))
-        over_in = min(in_ns, max(0, self.link.in_ns(swapped) - backward_ns))
-        return (out_ns + in_ns) * self.link.interference + over_out + over_in
-
-    def _adds(self, v: int, action: Action) -> set[int] | None:
-        """Ops that this action on `v` adds to the replays. None where they cannot be replayed."""
-        if not self._drops(v, action):
-            return set()
-        added, number = self._added_ops(v), self.graph.saved[v]
-        if action is Action.RECOMPUTE or added is None:
-            return added
-        return added if any(number in self.graph.ops[op].inputs for op in self.replayed) else set()
-
-    def _drops(self, v: int, action: Action) -> bool:
-        """Whether a replay that reads `v` has to make it again."""
-        stand_in = action is Action.ENCODE and self.graph.nodes[self.graph.saved[v]].stand_in
-        return stand_in or action is Action.RECOMPUTE
-
-    def _added_ops(self, v: int) -> set[int] | None:
-        """Ops that dropping `v` adds to the replays. None where its chain cannot be replayed."""
-        graph = self.graph
-        added: set[int] = set()
-        todo = [graph.saved[v]]
-        first = True
-        while todo:
-            node = graph.nodes[todo.pop()]
-            kept = node.order >= 0 and not self._drops(node.order, self.actions[node.order])
-            if (kept and not first) or node.rooted:
-                continue
-            first = False
-            if node.op is None or not graph.ops[node.op].replayable:
-                return None
-            if node.op in self.replayed or node.op in added:
-                continue
-            added.add(node.op)
-            todo += graph.ops[node.op].inputs
-        return added
-
-    def _take(self, option: _Option) -> None:
-        added = self._adds(option.order, option.action)
-        if added is not None:
-            self.replayed |= added
-            self.actions[option.order] = option.action
-
-    def _break_chain(self, worst: int) -> bool:
-        """The worst position is full of chains replayed for an early need: swap the largest of their links instead."""
-        if Action.SWAP not in self.allowed:
-            return False
-        graph = self.graph
-        links = [
+    def _links(self, worst: int) -> list[int]:
+        """What is back by then for the sake of chains alone."""
+        actions, back_at, first_need = self.actions, self.now.back_at, self.graph.first_need
+        return [
             v
-            for v, action in enumerate(self.actions)
-            if action is Action.RECOMPUTE and self.forced.get(v) is not Action.RECOMPUTE
-            if 0 <= self.now.back_at[v] <= worst < graph.first_need[v]
+            for v, action in enumerate(actions)
+            if action is Action.RECOMPUTE
+            and self.forced.get(v) is not action
+            and 0 <= back_at[v] <= worst < first_need[v]
         ]
-        if not links:
-            return False
-        self.actions[max(links, key=lambda v: graph.nodes[graph.saved[v]].nbytes)] = Action.SWAP
-        return True
 
+    def _evict(self, over_bytes: int, worst: int, resident: Callable[[int], bool]) -> bool:
+        """Evict the cheapest of what is `resident` at the worst position and not needed before it."""
+        first_need, actions = self.graph.first_need, self.actions
+        heap: list[tuple[float, int]] = []
+        for v, action in enumerate(actions):
+            if action is Action.KEEP and first_need[v] > worst and v not in self.cut and resident(v):
+                option = self.prices[v]
+                if option is not None:
+                    heap.append((option.per_byte, -v))
+        heapify(heap)
+        there = {-minus for _, minus in heap}
+        while heap and over_bytes > 0:
+            per_byte, minus = heappop(heap)
+            v = -minus
+            option = self.prices[v] if actions[v] is Action.KEEP else None
+            if option is None or option.per_byte < per_byte:
+                continue  # gone, or there is a cheaper entry for it
+            if option.per_byte > per_byte and heap and option.per_byte > heap[0][0]:
+                heappush(heap, (option.per_byte, minus))
+                continue
+            for cheaper in self._take(option):
+                if cheaper in there and (price := self.prices[cheaper]) is not None:
+                    heappush(heap, (price.per_byte, -cheaper))
+            over_bytes -= option.nbytes
+        return bool(there)
+
+    def _take(self, option: Option) -> list[int]:
+        """Evict; what may be cheaper for it."""
+        self.actions[option.order] = option.action
+        return self.prices.taken(option)
+
+    def _break(self, links: list[int], cut: list[int], over_bytes: int) -> bool:
+        """Nothing is left to evict where it is full of chains: have some of their links there instead, on the host if
+        that can be. False if there are none."""
+        if Action.SWAP not in self.allowed:
+            self._have(cut, Action.KEEP)
+            return bool(cut)
+        wanted = max(1, int(over_bytes * BATCH))
+        largest = []
+        for v in sorted(links, key=lambda v: (-self.sizes[v], v)):
+            if wanted > 0:
+                largest.append(v)
+                wanted -= self.sizes[v]
+        self._have(largest, Action.SWAP)
+        return bool(largest)
+
+    def _have(self, links: list[int], action: Action) -> None:
+        """Links of chains are kept or swapped from now on, so that chains end there."""
+        for v in links:
+            self.actions[v] = action
+        self.cut.update(links)
+        self.prices = Prices(self.graph, self.link, self.allowed, self.forced, self.actions)
+
+    # -- what was not needed --------------------------------------------------------------------------------------
     def _take_back(self) -> None:
-        """Undo evictions that are not needed, dearest per byte first."""
+        """Undo evictions that are not needed, dearest first, one by one; where they are too many to try, first those
+        for which there is plainly room, as far as the forecast bears it out."""
         if self.now.peak_bytes > self.limit:
             return
-        graph = self.graph
+        trials = TRIED // (1 + len(self.graph.ops) + len(self.actions))
+        if len(self._evicted()) > trials:
+            spared = self._spared()
+            while spared and not self._try_without(spared):
+                spared = spared[: len(spared) // 2]
+        for v in self._evicted()[:trials]:
+            self._try_without([v])
 
-        def own_cost(v: int) -> float:
-            node = graph.nodes[graph.saved[v]]
-            if self.actions[v] is Action.SWAP:
-                return (self.link.out_ns(node.nbytes) + self.link.in_ns(node.nbytes)) * self.link.interference
-            if self.actions[v] is Action.ENCODE:
-                return node.encode_ns + node.decode_ns
-            return graph.ops[node.op].cost_ns if node.op is not None else 0.0
+    def _try_without(self, orders: Sequence[int]) -> bool:
+        actions = list(self.actions)
+        for v in orders:
+            actions[v] = self.begun[v]
+        trial = self.forecaster.forecast(actions)
+        better = trial.peak_bytes <= self.limit and trial.cost_ns <= self.now.cost_ns
+        if better:
+            self.actions, self.now = actions, trial
+        return better
 
+    def _evicted(self) -> list[int]:
+        """What could be taken back, dearest first."""
         changed = (v for v, action in enumerate(self.actions) if action is not self.begun[v])
-        evicted = [v for v in changed if self.actions[v] is not Action.KEEP and v not in self.forced]
-        for v in sorted(evicted, key=own_cost, reverse=True):
-            before, self.actions[v] = self.actions[v], self.begun[v]
-            trial = forecast(graph, self.actions, self.link)
-            if trial.peak_bytes <= self.limit and trial.cost_ns <= self.now.cost_ns:
-                self.now = trial
-            else:
-                self.actions[v] = before
+        evicted = (v for v in changed if self.actions[v] is not Action.KEEP and v not in self.forced)
+        return sorted(evicted, key=self._own_cost_ns, reverse=True)
+
+    def _spared(self) -> list[int]:
+        """Evictions for whose bytes there is room from their save to where they are back."""
+        now, graph = self.now, self.graph
+        forward = [self.limit - nbytes for nbytes in now.forward_bytes]
+        backward = [self.limit - nbytes for nbytes in now.resident_bytes]
+        after = list(accumulate(reversed(forward), min))[::-1]  # the least room from a save on
+        before = list(accumulate(backward, min))  # ... and up to a need
+        spared = []
+        for v in self._evicted():
+            back = now.back_at[v] if now.back_at[v] >= 0 else graph.release[v]
+            room = min(after[v], before[back - 1] if back else after[v])
+            if self.sizes[v] > room:
+                continue
+            spared.append(v)
+            for k in range(v, len(forward)):
+                forward[k] -= self.sizes[v]
+            for p in range(back):
+                backward[p] -= self.sizes[v]
+            after = list(accumulate(reversed(forward), min))[::-1]
+            before = list(accumulate(backward, min))
+        return spared
+
+    def _own_cost_ns(self, v: int) -> float:
+        node = self.graph.nodes[self.graph.saved[v]]
+        if self.actions[v] is Action.SWAP:
+            return (self.link.out_ns(node.nbytes) + self.link.in_ns(node.nbytes)) * self.link.interference
+        if self.actions[v] is Action.ENCODE:
+            return node.encode_ns + node.decode_ns
+        return self.graph.ops[node.op].cost_ns if node.op is not None else 0.0

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from delta.planner.assemble import assemble
+from delta.planner.assemble import assemble, best
 from delta.planner.backward import BackwardOnly
 from delta.planner.cover import Cover, Rows
 from delta.planner.forecast import Forecast, copies_out, forecast
@@ -34,7 +34,7 @@ def monet(task: Task) -> Plan:
 
         choices = list(whole_steps(task))
         return rehearse_along(task, choices) or assemble(task, choices[-1])
-    return min(_plans(task), key=lambda plan: _rank(task, forecast(task.graph, plan.actions, task.link)))
+    return best(task, _plans(task))
 
 
 def whole_steps(task: Task) -> Iterator[list[Action]]:
@@ -46,18 +46,16 @@ def whole_steps(task: Task) -> Iterator[list[Action]]:
     yield reduced.whole_step(monet(reduced.task).actions)
 
 
-def _rank(task: Task, found: Forecast) -> tuple[int, int]:
-    return max(found.peak_bytes, task.limit_bytes), found.cost_ns
-
-
 def _greedy(task: Task, begun: Sequence[Action] | None = None) -> Plan:
     return plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced, begun)
 
 
 def _plans(task: Task) -> Iterator[Plan]:
-    """The greedy plan, then the program's, each as it is and mended, better from round to round."""
+    """The greedy plan and the one in use, then the program's, each as it is and mended, better from round to round."""
     graph, limit = task.graph, task.limit_bytes
     yield _greedy(task)
+    if task.known:
+        yield assemble(task, task.known)
     if not graph.saved:
         return
     rows = Rows(saves={len(graph.saved) - 1: 0})

@@ -42,9 +42,9 @@ class Program:
         self.starts.append(len(self.variables))
         self.bounds.append(bound)
 
-    def solve(self, time_limit_s: float, gap: float) -> list[float] | None:
+    def solve(self, time_limit_s: float, gap: float, relaxed: bool = False) -> list[float] | None:
         """The values of the variables, within the relative `gap` of the best there are, or the best that were found
-        in time. None: there are none, or none were found in time."""
+        in time. None: there are none, or none were found in time. `relaxed`: those that should be whole may not be."""
         if not self.costs:
             return [] if max(self.bounds, default=0) <= 0 else None
 
@@ -55,7 +55,7 @@ class Program:
         rows = LinearConstraint(csr_array((self.factors, self.variables, self.starts), shape=shape), self.bounds, inf)
         found = milp(
             self.costs,
-            integrality=self.whole,
+            integrality=0 if relaxed else self.whole,
             bounds=Bounds(0.0, self.upper),
             constraints=rows if self.bounds else None,
             options={"time_limit": time_limit_s, "mip_rel_gap": gap},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from delta.planner.assemble import assemble, best
 from delta.planner.capuchin import capuchin, sooner
 from delta.planner.greedy import plan_step
 from delta.planner.monet import monet, whole_steps
@@ -14,30 +15,43 @@ from delta.planner.steplog import Plan
 from delta.planner.task import Feedback, Planner, Task
 from delta.types import Action
 
-# The greedy planner gets stuck on chains that come back at once; the integer program may take this long to find a way.
-STUCK_S = 4.0
+# The integer program may take this long where it guides a search.
+BRIEF_S = 4.0
+# Beside the training it goes on for this long, or until its plan is this close to the best one.
+ASIDE = {"time_limit_s": 20.0, "gap": 0.01}
 
 
 def profile(task: Task) -> Plan:
-    """The planned form of policy `delta`: greedy where that fits, the integer program where it gets stuck."""
+    """The planned form of policy `delta`, at once: the greedy plan, or the one in use where that is better."""
     if task.everything:
         from delta.planner.search import rehearse  # needs numpy
 
         return rehearse(task, _covers(task))
     plan = plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
-    if plan.peak_bytes <= task.limit_bytes or Action.RECOMPUTE not in task.allowed:
-        return plan
-    return monet(_briefly(task))
+    return best(task, (plan, assemble(task, task.known))) if task.known else plan
+
+
+def profile_thoroughly(task: Task) -> Plan:
+    """As `profile`, with the time to solve the integer program: never a worse plan."""
+    task = replace(task, options=task.options.model_copy(update=ASIDE))
+    found = monet(task)
+    if found.peak_bytes <= task.limit_bytes or not {Action.SWAP, Action.RECOMPUTE} <= set(task.allowed):
+        return found
+    # When copies begin that replays read is what the program knows least of: one kind alone may fit where both do not.
+    return best(task, (found, monet(_without(Action.SWAP, task)), monet(_without(Action.RECOMPUTE, task))))
 
 
 def _covers(task: Task) -> Iterator[Sequence[Action]]:
     """What the integer program would keep if nothing were swapped."""
-    without = tuple(action for action in task.allowed if action is not Action.SWAP)
-    yield from whole_steps(_briefly(replace(task, allowed=without)))
+    yield from whole_steps(_briefly(_without(Action.SWAP, task)))
+
+
+def _without(action: Action, task: Task) -> Task:
+    return replace(task, allowed=tuple(other for other in task.allowed if other is not action))
 
 
 def _briefly(task: Task) -> Task:
-    limit_s = min(STUCK_S, task.options.time_limit_s)
+    limit_s = min(BRIEF_S, task.options.time_limit_s)
     return replace(task, options=task.options.model_copy(update={"time_limit_s": limit_s}))
 
 
@@ -48,4 +62,6 @@ PLANNERS: dict[str, Planner] = {
     "optimal-checkpoint": optimal_checkpoint,
     "capuchin": capuchin,
 }
+# What takes too long to be waited for between two steps: searched beside the training for the plan to follow the first.
+BESIDE: dict[str, Planner] = {"profile": profile_thoroughly}
 FEEDBACK: dict[str, Feedback] = {"capuchin": sooner}

@@ -16,7 +16,8 @@ class Task:
 
     `forced`: what a rule of the policy decides for single storages, by save order. `everything`: any storage may go
     between two uses, in forward too, and every access is a need; else only what autograd saved may, and backward alone
-    needs it. `options`: the section `planner` of the policy.
+    needs it. `options`: the section `planner` of the policy. `known`: the actions of the plan in use, to be improved
+    on; empty where there is none.
     """
 
     graph: StepGraph
@@ -26,6 +27,7 @@ class Task:
     forced: Mapping[int, Action]
     everything: bool
     options: PlannerConfig
+    known: tuple[Action, ...] = ()
 
 
 Planner = Callable[[Task], Plan]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from delta.engine import Engine
+from delta.planner import BESIDE
 from delta.simulate.allocator import OutOfMemory
 from delta.simulate.machine import Machine
 from delta.trace.events import Backward, Constant, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
@@ -66,6 +67,8 @@ class Player:
 
     def step(self) -> None:
         """Play the trace once. Infeasible or Thrash where it cannot be done."""
+        while (task := self.engine.open_task) is not None:  # a device searches meanwhile; here it takes no time
+            self.engine.search_ended(task, BESIDE[task.options.kind](task))
         self.engine.recording(True)
         for record in self._constants.values():
             self._keep(record)

@@ -1,0 +1,99 @@
+"""Plans searched beside the training: in a process of their own, which no step ever waits for.
+
+The engine plans a step at once, in milliseconds, and holds a task open where a longer search may find a better plan.
+That search is half Python and half HiGHS, so a thread would hold the interpreter's lock for a good part of it and could
+not be stopped; a process can, keeps its memory out of the budget, and runs at low priority. It starts from the task as
+a pickle in a file without a name and leaves its plan in another, so neither side waits for the other at a pipe.
+
+What goes wrong there is no trouble to the training: the plan in use stays.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from contextlib import ExitStack
+from tempfile import TemporaryFile
+
+from delta.engine import Engine
+from delta.planner import Plan, Task
+
+
+class PlanningAside:
+    """Has the engine's open tasks searched, one at a time. Call `step_begins` between two steps, and `close`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._search: _Search | None = None
+        self._seen: Task | None = None
+        self._closed = False
+
+    def step_begins(self) -> None:
+        """Take the plan that has been found; see to it that what is open is searched."""
+        if self._closed:
+            return
+        task = self._engine.open_task
+        if self._search is not None and self._search.task is not task:
+            self._stop()
+        if (search := self._search) is not None and search.ended:
+            plan = search.plan()
+            self._stop()
+            self._engine.search_ended(search.task, plan)
+            task = self._engine.open_task
+        # A new task is let alone for a step: after the first ones op times are still refined, and planned for anew.
+        if self._search is None and task is not None and task is self._seen:
+            self._start(task)
+        self._seen = task
+
+    def close(self) -> None:
+        """End a search under way. Idempotent."""
+        self._closed = True
+        self._stop()
+
+    def _start(self, task: Task) -> None:
+        try:
+            self._search = _Search(task)
+        except OSError:  # no process, no file: nothing is searched
+            self._engine.search_ended(task, None)
+
+    def _stop(self) -> None:
+        search, self._search = self._search, None
+        if search is not None:
+            search.stop()
+
+
+class _Search:
+    """One process."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        if not sys.executable:  # an interpreter inside another program
+            raise OSError("there is no interpreter to start")
+        with ExitStack() as files, TemporaryFile() as given:
+            self._found = files.enter_context(TemporaryFile())
+            pickle.dump(task, given, protocol=pickle.HIGHEST_PROTOCOL)
+            given.seek(0)
+            start = f"import sys; sys.path[:] = {sys.path!r}; from delta.planner.aside import main; main()"
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", start], stdin=given, stdout=self._found, stderr=subprocess.DEVNULL
+            )
+            files.pop_all()
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def plan(self) -> Plan | None:
+        """What it has found; None if it failed."""
+        if self._process.returncode != 0:
+            return None
+        self._found.seek(0)
+        plan = pickle.load(self._found)
+        return plan if isinstance(plan, Plan) else None
+
+    def stop(self) -> None:
+        if not self.ended:
+            self._process.kill()
+            self._process.wait()
+        self._found.close()
