@@ -167,6 +167,6 @@ class FamilyLearner(Learner):
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] is not family}
         return family
 
-    def _reset(self) -> None:
-        super(FamilyLearner, self)._reset()
+    def abandon(self) -> None:
+        super(FamilyLearner, self).abandon()
         self._family = self._expected = None

@@ -59,6 +59,7 @@ class Learner:
     recorded: bool = False  # the recorder was on from this step's first op
     missed: bool = False  # a step was new but not recorded whole: the next ones are, until a new one has been learned
     began_ns: int | None = None
+    standing_bytes: int = 0  # resident when the step began: left over from another
     given_up: bool = False  # this step is too long to be learned from
     heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
@@ -226,13 +227,13 @@ class Learner:
     ) -> None:
         """The last handle died. Learns from the step and plans the next one like it."""
         if self.given_up:
-            self._reset()
+            self.abandon()
             return
         self.log.end_ns = now_ns - (self.began_ns or 0)
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
         self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced)
-        self._reset()
+        self.abandon()
 
     def _learn(
         self,
@@ -257,7 +258,8 @@ class Learner:
             self.profiles.insert(0, profile)
             self._review(profile, peak_bytes, limit_bytes, fitted)
 
-    def _reset(self) -> None:
+    def abandon(self) -> None:
+        """The step has ended; what was not learned from it is forgotten."""
         self.log = StepLog()
         self.packs = 0
         self.current = None
@@ -275,7 +277,8 @@ class Learner:
             profile.idle = True
         elif self.make_plan is not None:
             profile.planned_for_bytes = limit_bytes
-            profile.plan = self.make_plan(profile.graph, int(limit_bytes * profile.squeeze), profile.forced)
+            room_bytes = max(0, limit_bytes - self.standing_bytes)
+            profile.plan = self.make_plan(profile.graph, int(room_bytes * profile.squeeze), profile.forced)
 
     def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, fitted: bool) -> None:
         """A step like one before: better op times, and a tighter plan if its peak was over the limit."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from delta.errors import StorageModifiedError
-from delta.runtime.versions import counter_of, over
+from delta.runtime.versions import counter_of, over, without_graph
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
 from delta.types import Look
@@ -30,7 +30,7 @@ class Passed:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = without_graph(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
 
 
@@ -60,6 +60,8 @@ class Hooks:
         core = self._core
         if not self._wanted(tensor):
             return Passed(tensor)
+        if core.engine.step_ends.needed:
+            core.forward_again()
         if core.watching():
             watched = core.watch.pack(tensor)
             if core.watch.count == 1:
@@ -97,6 +99,7 @@ class Hooks:
         if type(packed) is Watched:
             if packed.taken is None:
                 assert packed.tensor is not None
+                packed.watch.need(packed)
                 return _unchanged(packed.tensor, packed.version)
             packed = packed.taken
         assert type(packed) is Handle

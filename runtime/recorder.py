@@ -76,6 +76,8 @@ class Recorder(TorchDispatchMode):
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         with core.entered():
+            if core.engine.step_ends.needed:
+                core.forward_again()
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
             preserved = core.writes.begin(written)

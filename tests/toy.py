@@ -99,7 +99,7 @@ class Toy:
     def need(self, record: int, at: int) -> list[Instruction]:
         """Backward asks for a record: all of `need`, replays included, up to `served` and the prefetch after it."""
         self.now = at
-        done = self._do(self.engine.need(record, at))
+        done = self._do(self.engine.need(record, at, in_backward=True))
         now = self.engine.ledger.resolve(record)
         if not self.engine.ledger[now].held and self.engine.ledger[now].kind is not Kind.PARAMETER:
             walk = self.engine.descend(record, at)
@@ -118,6 +118,11 @@ class Toy:
     def use(self, record: int, at: int) -> list[Instruction]:
         """Needed, and done with."""
         return self.need(record, at) + self.unsave(record)
+
+    def forward_again(self, at: int) -> list[Instruction]:
+        """Something is made or saved outside of backward."""
+        self.now = at
+        return self._do(self.engine.forward_again(at)) if self.engine.step_ends.needed else []
 
     def copy_ends(self, record: int) -> list[Instruction]:
         """A copy out or back has ended."""
