@@ -117,7 +117,7 @@ class Hooks:
             return False
         if tensor.dtype is torch.bool and tensor.numel() == 1:
             return False
-        return not self._core.persistent.holds(tensor)
+        return not self._core.persistent.holds(tensor, saved=True)
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
