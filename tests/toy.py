@@ -46,11 +46,12 @@ class Toy:
         actions: Iterable[str] = ("keep", "swap", "recompute"),
         link: Link = LINK,
         layout: Layout | None = None,
+        announced: bool = False,
         **sections: Any,
     ) -> None:
         budget = limit if isinstance(limit, Budget) else Budget(activations=Bytes(limit))
         policy = a_policy(**{"director": {"actions": list(actions)}} | sections)
-        self.engine = Engine(policy, budget, link, layout=layout)
+        self.engine = Engine(policy, budget, link, announced, layout)
         self.engine.recording(True)
         self.now = 0
         self.program: set[int] = set()
