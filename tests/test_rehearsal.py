@@ -240,5 +240,5 @@ def test_the_engine_knows_of_every_copy_that_has_ended_when_the_next_ones_begin(
 
     monkeypatch.setattr(Player, "step", watched)
     for trace in nets(tmp_path):
-        simulate(trace, DELTA, Share(0.5), LINKS[1], steps=2)
+        simulate(trace, DELTA, Share(0.5), LINKS[1])
     assert len(ended) > 100 and not any(ended)
