@@ -79,9 +79,10 @@ class Engine:
         make_plan = self._make_plan if planned else None
         # Where nothing has to be guessed, nothing is left unused.
         aim = 1.0 if announced else AIM
+        self.looks = policy.planner.kind == "mimose"  # at more of a saved tensor than its signature
         self.learner = (
             FamilyLearner(policy.filter.min_bytes, make_plan, limit=budget.limit_bytes, options=policy.planner)
-            if policy.planner.kind == "mimose"
+            if self.looks
             else Learner(policy.filter.min_bytes, make_plan, aim)
         )
         if policy.planner.kind in FEEDBACK:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from delta.errors import StorageModifiedError
+from delta.learner import ANY_LOOK
 from delta.runtime.versions import counter_of, over, without_graph
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
@@ -79,7 +80,7 @@ class Hooks:
         core = self._core
         view = View.of(tensor)
         signature = hash((view.size, view.stride, view.dtype, tensor.untyped_storage().nbytes()))
-        look = Look(hash((len(view.size), view.dtype)), view.size)
+        look = Look(hash((len(view.size), view.dtype)), view.size) if core.engine.looks else ANY_LOOK
         with core.entered():
             record = core.saved(tensor, signature, look)
         return Handle(core, record, view, counter_of(tensor), version)
