@@ -36,9 +36,9 @@ class Budget:
     @property
     def unlimited(self) -> bool:
         """Whether nothing can ever have to be evicted."""
-        if isinstance(self.activations, Share) and self.activations.fraction >= 1.0:
-            return True
-        return self.activations is None and self.device_bytes is None
+        if self.device_bytes is not None:
+            return False
+        return self.activations is None or (isinstance(self.activations, Share) and self.activations.fraction >= 1.0)
 
     @property
     def is_share(self) -> bool:

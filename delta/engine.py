@@ -27,6 +27,7 @@ from delta.ledger import Host, Ledger, Record
 from delta.planner import FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
 from delta.room import Room
+from delta.routine import Routine
 from delta.step_ends import StepEnds
 from delta.totals import StepSummary, Totals
 from delta.types import (
@@ -85,6 +86,7 @@ class Engine:
             if self.looks
             else Learner(policy.filter.min_bytes, make_plan, aim)
         )
+        self.learner.selective = not policy.rules  # they ask for the names of ops
         if policy.planner.kind in FEEDBACK:
             self.learner.heed_late = self._heed_late
         self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced)
@@ -97,6 +99,7 @@ class Engine:
         self._position = 0  # needs of this step that plans have been followed for
         self._failed: BudgetError | None = None
         self._recording = False
+        self._evicts = not budget.unlimited and set(policy.director.actions) != {Action.KEEP}
 
     # -- facts about now ------------------------------------------------------------------------------------------
     @property
@@ -107,7 +110,7 @@ class Engine:
     @property
     def wants_recorder(self) -> bool:
         """Whether ops should be recorded from here on."""
-        if self.budget.unlimited or set(self.policy.director.actions) == {Action.KEEP}:
+        if not self._evicts:
             return False
         return self.learner.wants_recorder or (self.learner.mode is Mode.OBSERVE and self.learner.in_step)
 
@@ -156,6 +159,20 @@ class Engine:
         records = [self.ledger[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
 
+    def called(self, call: object, made: bool) -> None:
+        """An op of forward ran, and has been recorded. `call`: what the runtime knows it by; `made`: it was the last
+        one told of by `op_ran`."""
+        self.learner.called(call, made)
+
+    @property
+    def routine(self) -> Routine | None:
+        """Which calls need a recipe; None: all do. It is to be asked about each one, in order."""
+        return self.learner.routine
+
+    def leave_routine(self) -> None:
+        """A call was another than the routine expected."""
+        self.learner.leave_routine()
+
     def op_timed(self, op: int, cost_ns: int) -> None:
         """How long an op took, where the device tells it only later."""
         self.ledger.time_op(op, cost_ns)
@@ -179,7 +196,7 @@ class Engine:
             began_ns = self._clock()
             self._raise_failed()
             self.ledger.restart_peaks()
-            self.learner.recorded = self._recording
+            self.learner.begin(self._recording)
             self.learner.standing_bytes = self.ledger.resident_bytes if self.ledger.left_over else 0
         self.learner.packed(signature, now_ns - self._lost_ns, look)
         if begins and self.learner.plan is not None:
@@ -550,6 +567,7 @@ class Engine:
                 self.budget.limit_bytes,
                 self._room.evicted,
                 self._forced(),
+                self._room.strayed,
             )
         else:
             self.learner.abandon()

@@ -137,6 +137,7 @@ class FamilyLearner(Learner):
         limit_bytes: int | None,
         fitted: bool,
         forced: Mapping[int, Action],
+        steady: bool,
     ) -> None:
         family, expected = self._family, self._expected
         if not self.log.needs:
@@ -167,6 +168,6 @@ class FamilyLearner(Learner):
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] is not family}
         return family
 
-    def abandon(self) -> None:
-        super(FamilyLearner, self).abandon()
+    def _reset(self) -> None:
+        super(FamilyLearner, self)._reset()
         self._family = self._expected = None

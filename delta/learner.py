@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
+from delta.routine import Call, Routine, ways_of
 from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
@@ -42,6 +43,9 @@ class Profile:
     tightened: int = 0
     relaxed: int = 0
     planned_for_bytes: int = 0  # the limit at the last planning
+    calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
+    ways: bytes | None = None  # how they are recorded from now on; None: all of them are
+    then: Profile | None = None  # the kind of step that came after the last one of this kind
 
 
 @dataclass(slots=True)
@@ -63,6 +67,11 @@ class Learner:
     given_up: bool = False  # this step is too long to be learned from
     heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
+    routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
+    selective: bool = True  # whether routines are followed at all
+    _routine_of: Profile | None = None
+    _left_midway: bool = False  # the routine of this step was left after some calls
+    _before: Profile | None = None  # the kind of step that ended last
 
     @property
     def position(self) -> int:
@@ -122,9 +131,28 @@ class Learner:
             follows is not None and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != key)
         ):
             self._match()
+            if self.routine is not None and self.current is not self._routine_of:
+                self.leave_routine()
+
+    def called(self, call: object, made: bool) -> None:
+        """An op of forward ran that `call` stands for; `made`: the last one told of by `op`."""
+        if not self.given_up:
+            self.log.calls.append((call, len(self.log.ops) - 1 if made else -1))
+
+    def begin(self, recording: bool) -> None:
+        """The first tensor of a step is about to be packed. `recording`: the recorder has been on since the last step
+        ended."""
+        self.recorded = recording and self.routine is None and not self._left_midway
+
+    def leave_routine(self) -> None:
+        """The step goes otherwise: it is recorded from here on."""
+        routine, self.routine = self.routine, None
+        if routine is not None and routine.begun:
+            self._left_midway, self.recorded = True, False
 
     def _give_up(self) -> None:
         """Follow this step no further: its log would grow for as long as the program runs."""
+        self.routine = None
         self.log, self.current, self.mode, self.given_up = StepLog(), None, Mode.OBSERVE, True
 
     def _key(self, signature: int, look: Look) -> int:
@@ -224,16 +252,19 @@ class Learner:
         limit: Callable[[int], int | None],
         evicted: bool,
         forced: Mapping[int, Action],
+        strayed: bool = False,
     ) -> None:
-        """The last handle died. Learns from the step and plans the next one like it."""
+        """The last handle died. Learns from the step and plans the next one like it. `strayed`: something was evicted
+        that the plan had not named."""
         if self.given_up:
-            self.abandon()
+            self._reset()
             return
         self.log.end_ns = now_ns - (self.began_ns or 0)
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
-        self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced)
-        self.abandon()
+        steady = not strayed and (limit_bytes is None or peak_bytes <= limit_bytes)
+        self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced, steady)
+        self._reset()
 
     def _learn(
         self,
@@ -242,11 +273,13 @@ class Learner:
         limit_bytes: int | None,
         fitted: bool,
         forced: Mapping[int, Action],
+        steady: bool,
     ) -> None:
         log, profile = self.log, self._profile_of_step()
         if profile is None and log.needs and (self.recorded or fitted):
             graph = build_graph(log, self.min_bytes)
             profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim)
+            profile.calls = tuple(log.calls)
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]
             self._plan(profile, limit_bytes, fitted)
@@ -256,16 +289,42 @@ class Learner:
         elif profile is not None:
             self.profiles.remove(profile)
             self.profiles.insert(0, profile)
+            known = profile.plan
             self._review(profile, peak_bytes, limit_bytes, fitted)
+            profile.ways = self._ways(profile) if steady and profile.plan is known else None
+        self._expect(profile)
+
+    def _ways(self, profile: Profile) -> bytes | None:
+        """How to record steps of this kind after one that went as planned."""
+        if not self.recorded:
+            return profile.ways
+        if not self.selective or profile.refined < REFINEMENTS or tuple(self.log.calls) != profile.calls:
+            return None
+        return ways_of(profile.calls, profile.graph, profile.plan) if profile.plan is not None else None
+
+    def _expect(self, profile: Profile | None) -> None:
+        """A step of this kind has ended: the next one will be of the kind that came after it the last time."""
+        if self._before is not None:
+            self._before.then = profile
+        self._before = profile
+        following = profile and (profile.then or profile)
+        self._routine_of, self.routine = following, None
+        if following is not None and following.ways is not None and not self.missed:
+            self.routine = Routine(following.calls, following.ways)
 
     def abandon(self) -> None:
-        """The step has ended; what was not learned from it is forgotten."""
+        """A step has ended that there is nothing to be learned from."""
+        self._expect(None)
+        self._reset()
+
+    def _reset(self) -> None:
         self.log = StepLog()
         self.packs = 0
         self.current = None
         self.mode = Mode.OBSERVE
         self.began_ns = None
         self.given_up = False
+        self._left_midway = False
         self.late.clear()
 
     def _profile_of_step(self) -> Profile | None:
@@ -289,6 +348,7 @@ class Learner:
         if self.recorded and profile.refined < REFINEMENTS:
             profile.refined += 1
             known, profile.graph = profile.graph, refine(profile.graph, build_graph(self.log, self.min_bytes))
+            profile.calls = tuple(self.log.calls)
             again = not exact or profile.graph.ops != known.ops
         if peak_bytes > limit_bytes and not exact and profile.tightened < TIGHTENINGS:
             profile.tightened += 1

@@ -60,7 +60,7 @@ class Record:
     @property
     def resident_bytes(self) -> int:
         """What it adds to the resident activations: its device copy, and its encoded form."""
-        return (self.nbytes if self.counted else 0) + self.encoded_bytes
+        return self.nbytes + self.encoded_bytes if self.counted else self.encoded_bytes
 
     @property
     def available(self) -> bool:
@@ -94,6 +94,7 @@ class Ledger:
         self._made_bytes: dict[int, int] = {}
         self._successors: dict[int, int] = {}
         self._uses = 0
+        self._unread: set[int] = set()  # no saved tensor depends on these through a recipe: see `_may_be_read`
 
     def __getitem__(self, record: int) -> Record:
         return self.records[record]
@@ -152,13 +153,16 @@ class Ledger:
         if rec.saved_at < 0 <= order:
             rec.saved_at = order
             self.left_over -= rec.handles
-        with self._recount(rec):
-            rec.handles += 1
+        before_bytes = rec.resident_bytes
+        rec.handles += 1
+        self._account(rec, before_bytes)
         self.handles += 1
         if rec.saved_at < 0:
             self.left_over += 1
         if rec.handles == 1:
             self._count_unevicted(rec)
+            if not rec.available:
+                self._may_be_read(rec)
         self.touched.add(record)
         return rec.handles == 1
 
@@ -167,8 +171,9 @@ class Ledger:
         rec = self.records[record]
         if rec.handles < 1:
             raise LedgerError(f"record {record} has no handle to give up")
-        with self._recount(rec):
-            rec.handles -= 1
+        before_bytes = rec.resident_bytes
+        rec.handles -= 1
+        self._account(rec, before_bytes)
         self.handles -= 1
         if rec.saved_at < 0:
             self.left_over -= 1
@@ -204,9 +209,9 @@ class Ledger:
         rec = self.records[record]
         if rec.held:
             raise LedgerError(f"record {record} is held already")
-        with self._recount(rec, peak=not soon):
-            rec.held = True
-            rec.alive = True
+        before_bytes = rec.resident_bytes
+        rec.held = rec.alive = True
+        self._account(rec, before_bytes, peak=not soon)
         self._put_last(record)
         self._discard_encoded(rec)
         self._went_or_came(rec)
@@ -223,8 +228,9 @@ class Ledger:
         if rec.host is Host.NONE and not self.recoverable(record) and self.needed(record):
             raise LedgerError(f"letting go of record {record} would lose its value")
         self._discard_encoded(rec)
-        with self._recount(rec):
-            rec.held = rec.being_encoded = False
+        before_bytes = rec.resident_bytes
+        rec.held = rec.being_encoded = False
+        self._account(rec, before_bytes)
         self.held.pop(record, None)
         self._went_or_came(rec)
 
@@ -233,8 +239,9 @@ class Ledger:
         rec = self.records[record]
         if rec.held:
             raise LedgerError(f"record {record} is held and cannot be gone")
-        with self._recount(rec):
-            rec.alive = False
+        before_bytes = rec.resident_bytes
+        rec.alive = False
+        self._account(rec, before_bytes)
         self._went_or_came(rec)
 
     def use(self, record: int, now_ns: int) -> None:
@@ -277,10 +284,12 @@ class Ledger:
             raise LedgerError(f"record {record} is not being encoded")
         if not 0 < nbytes <= rec.encoding.nbytes:
             raise LedgerError(f"record {record} takes {nbytes} bytes encoded, {rec.encoding.nbytes} were expected")
-        with self._recount(rec):
-            rec.encoded_bytes = nbytes
-        with self._recount(rec):
-            rec.held = rec.being_encoded = False
+        before_bytes = rec.resident_bytes
+        rec.encoded_bytes = nbytes
+        self._account(rec, before_bytes)  # both are there for a moment
+        before_bytes = rec.resident_bytes
+        rec.held = rec.being_encoded = False
+        self._account(rec, before_bytes)
         del self.held[record]
 
     def encode_failed(self, record: int) -> None:
@@ -295,13 +304,15 @@ class Ledger:
         rec = self.records[record]
         if not rec.held:
             raise LedgerError(f"record {record} is not held")
-        with self._recount(rec, peak=False):
-            rec.held = rec.alive = False
-            rec.encoded_bytes = nbytes
+        before_bytes = rec.resident_bytes
+        rec.held = rec.alive = False
+        rec.encoded_bytes = nbytes
+        self._account(rec, before_bytes, peak=False)
         del self.held[record]
 
     def _discard_encoded(self, rec: Record) -> None:
-        with self._recount(rec):
+        if rec.encoded_bytes:
+            self.resident_bytes -= rec.encoded_bytes
             rec.encoded_bytes = 0
 
     # -- the host copy --------------------------------------------------------------------------------------------
@@ -332,8 +343,9 @@ class Ledger:
         if rec.host is not Host.COMING:
             raise LedgerError(f"record {record} is not on its way back")
         rec.host = Host.WHOLE
-        with self._recount(rec):
-            rec.held = rec.alive = False
+        before_bytes = rec.resident_bytes
+        rec.held = rec.alive = False
+        self._account(rec, before_bytes)
         del self.held[record]
         self.touched.add(record)
 
@@ -414,30 +426,42 @@ class Ledger:
 
     def needed(self, record: int) -> bool:
         """Whether a saved tensor depends on this record's bytes: itself, or through a recipe that would read them."""
-        seen = {record}
-        todo = [record]
-        first = True
-        while todo:
-            rec = self.records[todo.pop()]
-            if rec.handles and (first or not rec.available):
-                return True
-            if not first and rec.available:
-                continue
-            first = False
-            for op_id in rec.users:
-                for output in self.ops[op_id].outputs:
-                    if output in self.records and output not in seen:
-                        seen.add(output)
-                        todo.append(output)
-        return False
+        return self.records[record].handles > 0 or self.supports_missing(record)
 
     def supports_missing(self, record: int) -> bool:
         """Whether a saved record that is not available can be made again only by reading this one."""
-        handles, self.records[record].handles = self.records[record].handles, 0
-        try:
-            return self.needed(record)
-        finally:
-            self.records[record].handles = handles
+        records, unread = self.records, self._unread
+        if record in unread:
+            return False
+        seen = {record}
+        todo = [record]
+        while todo:
+            for op_id in records[todo.pop()].users:
+                for output in self.ops[op_id].outputs:
+                    reader = records.get(output)
+                    if reader is None or output in seen or reader.available:
+                        continue
+                    if reader.handles:
+                        return True
+                    seen.add(output)
+                    if output not in unread:
+                        todo.append(output)
+        unread |= seen
+        return False
+
+    def _may_be_read(self, rec: Record) -> None:
+        """A record that is not available has a handle now, or one that has readers is available no longer: what it is
+        made from may be read again.
+
+        The invariant of `_unread`: each reader of a record in it is available, or has no handle and is in it too.
+        """
+        todo = [rec.id]
+        while todo:
+            for source in self.parents(todo.pop()):
+                if source in self._unread:
+                    self._unread.discard(source)
+                    if not self.records[source].available:
+                        todo.append(source)
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def forget_dead(self, candidates: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -458,7 +482,7 @@ class Ledger:
                 self._discard_encoded(rec)
                 self._change(*self.parents(rec.id))
                 del self.records[rec.id]
-                for known in (self.dead_ends, self.moved, self.touched):
+                for known in (self.dead_ends, self.moved, self.touched, self._unread):
                     known.discard(rec.id)
                 forgotten.append(rec.id)
                 if rec.op is not None:
@@ -478,6 +502,7 @@ class Ledger:
         self.left_over = self.handles
         self.moved.clear()
         self.touched.clear()
+        self._unread.clear()
         for rec in self.records.values():
             if rec.op not in kept:
                 rec.op = None
@@ -504,11 +529,12 @@ class Ledger:
     def preserve(self, record: int) -> None:
         """The version a record stands for is about to live on in a clone of Delta's own, which counts."""
         rec = self.records[record]
-        with self._recount(rec):
-            if rec.kind is Kind.PARAMETER:
-                rec.kind = Kind.ACTIVATION
-                self._count_unevicted(rec)
-            rec.held = True
+        before_bytes = rec.resident_bytes
+        if rec.kind is Kind.PARAMETER:
+            rec.kind = Kind.ACTIVATION
+            self._count_unevicted(rec)
+        rec.held = True
+        self._account(rec, before_bytes)
         self._put_last(record)
         self._went_or_came(rec)
 
@@ -553,6 +579,10 @@ class Ledger:
         dead_ends = {r.id for r in records if r.users and not r.available and (r.is_root or not self._replayable(r))}
         if self.dead_ends != dead_ends:
             raise LedgerError("the list of dead ends differs from what the records say")
+        for record in self._unread:
+            readers = (self.records[child] for child in self.children(record))
+            if any(not r.available and (r.handles or r.id not in self._unread) for r in readers):
+                raise LedgerError(f"record {record} is noted as one that no saved tensor depends on")
         if set(self.held) != {r.id for r in records if r.held}:
             raise LedgerError("the list of held records differs from what the records say")
         for op_id, left in self._outputs_left.items():
@@ -564,8 +594,11 @@ class Ledger:
         return op is not None and op.replayable
 
     def _went_or_came(self, rec: Record) -> None:
-        self._change(rec.id)
+        self.moved.add(rec.id)
+        self.touched.add(rec.id)
         self._look_for_dead_end(rec)
+        if not rec.available and (rec.handles or rec.id not in self._unread):
+            self._may_be_read(rec)
 
     def _look_for_dead_end(self, rec: Record) -> None:
         if rec.available or not rec.users or (self._replayable(rec) and not rec.is_root):
@@ -602,24 +635,10 @@ class Ledger:
         """What is resident now counts for the peak."""
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
-    def _recount(self, rec: Record, peak: bool = True) -> _Recount:
-        return _Recount(self, rec, peak)
-
-
-class _Recount:
-    """Keeps `resident_bytes` and its peak right across one change of a record."""
-
-    __slots__ = ("_before_bytes", "_ledger", "_peak", "_record")
-
-    def __init__(self, ledger: Ledger, record: Record, peak: bool) -> None:
-        self._ledger, self._record, self._peak = ledger, record, peak
-
-    def __enter__(self) -> None:
-        self._before_bytes = self._record.resident_bytes
-
-    def __exit__(self, *exc: object) -> None:
-        added_bytes = self._record.resident_bytes - self._before_bytes
+    def _account(self, rec: Record, before_bytes: int, peak: bool = True) -> None:
+        """A record that added `before_bytes` to what is resident has changed."""
+        added_bytes = rec.resident_bytes - before_bytes
         if added_bytes:
-            self._ledger.resident_bytes += added_bytes
-            if self._peak:
-                self._ledger.note_peak()
+            self.resident_bytes += added_bytes
+            if peak and self.resident_bytes > self.peak_resident_bytes:
+                self.peak_resident_bytes = self.resident_bytes

@@ -46,6 +46,7 @@ class Room:
         self.candidates = Candidates(policy, ledger, queue, learner)
         self.following = Following(ledger, learner, self.candidates, self.carry_out)
         self.evicted = False  # something was evicted in this step
+        self.strayed = False  # ... that no plan had named
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
         self.shortage: Shortage | None = None  # the worst of this step
 
@@ -59,7 +60,7 @@ class Room:
         self.candidates.new_step()
         self.following.new_step()
         self._encoded_bytes = 0
-        self.evicted = False
+        self.evicted = self.strayed = False
         self.shortage = None
 
     def offer(self, rec: Record, encoding: Encoding) -> None:
@@ -70,6 +71,8 @@ class Room:
     @property
     def _spare_bytes(self) -> int:
         """What is kept free online: an encoded form takes room before its making gives any. A plan counts it."""
+        if not self._encoded_bytes:
+            return 0
         plan = self._learner.plan
         return self._encoded_bytes if plan is None or plan.idle else 0
 
@@ -171,6 +174,7 @@ class Room:
         the program lets go of them."""
         out: list[Instruction] = []
         gone_bytes = floating_bytes = 0
+        self.strayed = True
         for choice, rec in victims:
             if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
                 self.candidates.stuck(rec)

@@ -159,7 +159,8 @@ class Core:
                 if what == "gone":
                     self.run(self.engine.storage_gone(record))
                 else:
-                    self._time_ops(wait=self.engine.ledger.own_handles == 1)  # the step is about to be learned from
+                    if self._untimed:
+                        self._time_ops(wait=self.engine.ledger.own_handles == 1)  # the step is about to be learned from
                     self.run(self.engine.unsaved(record, time.perf_counter_ns()))
                     self._step_ended()
         finally:
@@ -248,7 +249,7 @@ class Core:
         """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""
         if self.watch.count:
             return True
-        return self.engine.may_only_watch and not self.engine.learner.in_step and self.may_watch
+        return not self.engine.learner.in_step and self.may_watch and self.engine.may_only_watch
 
     def watched_too_much(self) -> bool:
         """Whether what is watched is over the limit."""
@@ -286,18 +287,20 @@ class Core:
         record = self.known(tensor)
         if record is None:
             record = self.create(tensor, Kind.ACTIVATION)
-        if not self.engine.learner.in_step:
-            self._step_began_ns = time.perf_counter_ns()
+        engine, now_ns = self.engine, time.perf_counter_ns()
+        if not engine.learner.in_step:
+            self._step_began_ns = now_ns
         self._measure()
-        self._time_ops(wait=False)
+        if self._untimed:
+            self._time_ops(wait=False)
         self._note_loose()
-        if self.engine.ledger[record].saved_at < 0:
+        rec = engine.ledger[record]
+        if rec.saved_at < 0:
             self._attached.append(record)
-            if self.engine.encodes:
+            if engine.encodes:
                 self.encoder.offer(record, tensor)
-        self.run(self.engine.saved(record, signature, time.perf_counter_ns(), look))
-        nbytes = self.engine.ledger[record].nbytes
-        self.emit("saved", record=record, nbytes=nbytes)
+        self.run(engine.saved(record, signature, now_ns, look))
+        self.emit("saved", record=record, nbytes=rec.nbytes)
         return record
 
     def _note_loose(self) -> None:
@@ -347,11 +350,15 @@ class Core:
         try:
             return self._outside(func, args, kwargs)
         except torch.OutOfMemoryError:
-            with self:
-                self.oom_rescues += 1
-                self.run(self.engine.rescue(time.perf_counter_ns()))
-                self.device.trim()
+            self.rescue()
         return self._outside(func, args, kwargs)
+
+    def rescue(self) -> None:
+        """An op of the user's found no device memory: evict all that can go."""
+        with self:
+            self.oom_rescues += 1
+            self.run(self.engine.rescue(time.perf_counter_ns()))
+            self.device.trim()
 
     def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op of the program's: for it, `inside` is False."""
@@ -493,7 +500,8 @@ class Core:
             )
 
     def emit(self, ev: str, **fields: Any) -> None:
-        self.timeline.emit(ev, time.perf_counter_ns(), **fields)
+        if self.timeline.active:
+            self.timeline.emit(ev, time.perf_counter_ns(), **fields)
 
     def raise_warnings(self) -> None:
         """Tell the user what the engine wants to warn of. Only from the user's own calls: a warning may be an error."""

@@ -50,7 +50,7 @@ class Persistent:
         """Whether the tensor's storage is a parameter's or a buffer's; `saved`: and a module has run on it."""
         base = tensor._base  # of `weight.t()`: knows also the parameters of a model that was made after the search
         parameter = tensor if base is None else base
-        if isinstance(parameter, nn.Parameter):
+        if type(parameter) is not Tensor and isinstance(parameter, nn.Parameter):
             if not self._has(tensor):
                 self._found(tensor, parameter)
             return True

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,16 +46,14 @@ class Scratch:
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class Input(NamedTuple):
     """A tensor argument: a record seen through a view."""
 
     record: int
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """A record the op makes: result number `result`, or the storage of input number `written`."""
 
     record: int
@@ -80,8 +78,7 @@ class Recipe:
     settings: Settings = field(default_factory=current)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Arguments with every tensor replaced by a `Slot`, and the tensors in order."""
 
     args: tuple[Any, ...]

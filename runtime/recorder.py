@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from delta.routine import Way
 from delta.runtime.opfacts import OpFacts, facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
 from delta.runtime.view import View, is_plain
@@ -51,11 +52,40 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         backward = torch._C._current_graph_task_id() != -1
         if not backward and torch.is_grad_enabled():
-            return self._record(func, facts, args, kwargs)
+            if self._core.engine.step_ends.needed:
+                self._core.forward_again()
+            match self._way(func):
+                case Way.RECORD:
+                    return self._record(func, facts, args, kwargs)
+                case Way.PASS if not facts.writes:
+                    return self._pass(func, args, kwargs)
+                case way:
+                    return self._watch(func, facts, args, kwargs, keep_track=way is Way.TRACK)
         keep_track = not backward and self._core.engine.learner.in_step
         if keep_track or (facts.writes and self._core.engine.ledger.ops):
             return self._watch(func, facts, args, kwargs, keep_track)
         return func(*args, **kwargs)
+
+    def _pass(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op that nobody will ask for."""
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            self._core.rescue()
+        return func(*args, **kwargs)
+
+    def _way(self, func: OpOverload) -> Way:
+        """How this call is taken in a step whose routine is known."""
+        core = self._core
+        routine = core.engine.routine
+        if routine is None:
+            return Way.RECORD
+        way = routine.way(func)
+        if way is None:
+            with core.entered():
+                core.engine.leave_routine()
+            return Way.RECORD
+        return way
 
     def _watch(
         self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool
@@ -76,8 +106,6 @@ class Recorder(TorchDispatchMode):
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         with core.entered():
-            if core.engine.step_ends.needed:
-                core.forward_again()
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
             preserved = core.writes.begin(written)
@@ -94,6 +122,7 @@ class Recorder(TorchDispatchMode):
                 if inputs is not None and self._replayable(facts, results, generator):
                     recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state)
                 core.recorded(self._op(facts, recipe, products, new_versions), recipe, token)
+            core.engine.called(func, made=bool(products))
             core.writes.settle(new_versions)
         return result
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """Geometry of a strided tensor; `size`, `stride` and `offset` count elements of `dtype`."""
 
     dtype: torch.dtype
@@ -23,7 +22,7 @@ class View:
     def of(cls, tensor: Tensor) -> View:
         return cls(
             tensor.dtype,
-            tuple(tensor.size()),
+            tuple(tensor.shape),
             tensor.stride(),
             int(tensor.storage_offset()),
             tensor.is_conj(),

@@ -38,6 +38,7 @@ class StepLog:
     needs_before: list[int] = field(default_factory=list)  # needs when it was saved
     turn_ends: list[tuple[int, int, int]] = field(default_factory=list)  # needs, ops and net time when a turn ended
     released_in: list[int] = field(default_factory=list)  # for each release, the turns that had ended
+    calls: list[tuple[object, int]] = field(default_factory=list)  # what was called in forward, and its index in `ops`
 
 
 @dataclass(frozen=True, slots=True)

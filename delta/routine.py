@@ -1,0 +1,94 @@
+"""What of a known step has to be recorded: the calls that its plan will replay, and nothing else.
+
+A step that has gone as planned will go so again. Then most of its ops need no recipe, and the recorder lets them pass
+after one look at what they are: a `Routine` knows the calls of the step in their order, and for each one the `Way` it
+takes. A call that is another than the one expected ends the routine: from there on everything is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from delta.planner import Plan, StepGraph
+from delta.types import Action
+
+Call = tuple[object, int]
+"""What the runtime knows an op by, and its index in `StepGraph.ops`; -1 for one that made nothing."""
+
+
+class Way(IntEnum):
+    """How the recorder takes a call. `TRACK`: no recipe, but its results are known, since a recipe reads them."""
+
+    PASS = 0
+    TRACK = 1
+    RECORD = 2
+
+
+class Routine:
+    """The calls of a step, one after the other."""
+
+    __slots__ = ("_at", "_calls", "_ways")
+
+    def __init__(self, calls: Sequence[Call], ways: bytes) -> None:
+        self._calls, self._ways = [call for call, _ in calls], ways
+        self._at = 0
+
+    @property
+    def begun(self) -> bool:
+        return self._at > 0
+
+    def way(self, call: object) -> Way | None:
+        """The way of the next call; None where another one was expected."""
+        at = self._at
+        if at == len(self._calls) or self._calls[at] is not call:
+            return None
+        self._at = at + 1
+        return _WAYS[self._ways[at]]
+
+
+_WAYS = tuple(Way)
+
+
+def ways_of(calls: Sequence[Call], graph: StepGraph, plan: Plan) -> bytes:
+    """The way of each call in a step like `graph` that follows `plan`."""
+    replayed = _replayed(graph, plan)
+    read = {graph.nodes[node].op for op in replayed for node in graph.ops[op].inputs}
+    ways = (Way.RECORD if op in replayed else Way.TRACK if op in read else Way.PASS for _, op in calls)
+    return bytes(ways)
+
+
+def _replayed(graph: StepGraph, plan: Plan) -> set[int]:
+    """Ops that the plan replays, and those that tell what form a storage is encoded in."""
+    found: set[int] = set()
+    encoded: set[int] = set()
+    todo: list[int] = []
+    for order, action in enumerate(plan.actions):
+        made_by = graph.nodes[graph.saved[order]].op
+        if action is Action.RECOMPUTE and made_by is not None:
+            todo.append(made_by)
+        elif action is Action.ENCODE and made_by is not None:
+            encoded.update(_overwritten(graph, made_by))
+    while todo:
+        op = todo.pop()
+        if op not in found:
+            found.add(op)
+            todo += _makers(graph, plan, graph.ops[op].inputs)
+    return found | encoded
+
+
+def _makers(graph: StepGraph, plan: Plan, nodes: Iterable[int]) -> Iterable[int]:
+    """The ops that make those of `nodes` which are not there when they are read."""
+    for number in nodes:
+        node = graph.nodes[number]
+        dropped = node.order < 0 or plan.actions[node.order] is Action.RECOMPUTE
+        if dropped and not node.rooted and node.op is not None:
+            yield node.op
+
+
+def _overwritten(graph: StepGraph, op: int) -> Iterable[int]:
+    """An op, and those whose results it and they overwrite."""
+    todo = [op]
+    while todo:
+        yield (op := todo.pop())
+        todo += (maker for node in graph.ops[op].overwrites if (maker := graph.nodes[node].op) is not None)
