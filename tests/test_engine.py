@@ -216,6 +216,22 @@ def test_copies_that_are_under_way_are_waited_for_first():
     assert toy._do(toy.engine.pressure(30)) == [AwaitOut(1), Drop(1, Action.SWAP)]
 
 
+@pytest.mark.parametrize(("loose", "awaited"), [((), [1, 2]), ((2,), [2])])
+def test_a_copy_out_of_what_the_program_still_uses_frees_nothing_now(loose, awaited):
+    """200 bytes are on their way out, and 50 have to go. Which of them the program lets go of first nobody knows."""
+    toy = Toy(250, SWAP)
+    toy.source(0, 10)
+    for k in (1, 2):
+        toy.op(k, 100, [k - 1])
+    toy.slow = True
+    toy.save(1, 10)
+    toy.save(2, 20)
+    toy._do(toy.engine.rescue(25))
+    assert toy.leaving == [1, 2]
+    toy.let_go(*loose)
+    assert [i.record for i in toy.engine.allocating(100, 30) if isinstance(i, AwaitOut)] == awaited
+
+
 def test_small_storages_are_never_evicted():
     toy = Toy(250, RECOMPUTE, filter={"min_bytes": 101})
     assert forward(toy, 3) == [[Hold(1)], [Hold(2)], [Hold(3)]]
