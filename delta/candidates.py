@@ -17,7 +17,7 @@ from delta.layout import Area
 from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
 from delta.nextuse import NextUse
-from delta.types import Action, Cost, Kind
+from delta.types import Action, Cost, Encoding, Kind
 
 PRICES = 1 << 40  # of a score of 1: prices of neighbours are summed, and sums are exact in whole numbers
 
@@ -31,7 +31,7 @@ class Candidates:
     def __init__(self, policy: Policy, ledger: Ledger, queue: LinkQueue, learner: Learner) -> None:
         self._policy, self._ledger, self._queue = policy, ledger, queue
         self._costs = Costs(ledger)
-        self._next_use = NextUse(learner)
+        self._learner, self._next_use = learner, NextUse(learner)
         self._score, self._cost = SCORES[policy.filter.score], policy.filter.cost
         self._least_bytes = max(1, policy.filter.min_bytes)  # what has no bytes frees none
         self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
@@ -74,6 +74,11 @@ class Candidates:
     def allows(self, action: Action) -> bool:
         """Whether the policy has the action at all."""
         return action in self._policy.director.actions
+
+    def drops(self, rec: Record, action: Action) -> bool:
+        """Whether nothing but its recipe would be left of the record's value."""
+        stand_in = action is Action.ENCODE and rec.encoding is not None and rec.encoding.stand_in
+        return stand_in or action is Action.RECOMPUTE
 
     def first(self, now_ns: int, room_bytes: float, short: bool) -> Going | None:
         """What goes next, encoded only if there is room for the encoded form. Where it is `short` of room and nothing
@@ -205,5 +210,15 @@ class Candidates:
             now_ns,
             now_ns,
             now_ns + ahead_ns,
-            rec.encoding if rec.encoding is not None and rec.encoding.nbytes <= room_bytes else None,
+            self._encoding(rec, room_bytes),
         )
+
+    def _encoding(self, rec: Record, room_bytes: float) -> Encoding | None:
+        """The form the record can be kept in now. A stand-in waits until the program has let go of the storage: nobody
+        else can save it then."""
+        encoding = rec.encoding
+        if encoding is None or encoding.nbytes > room_bytes:
+            return None
+        if encoding.stand_in and not (self._replayable(rec) and rec.saved_at in self._learner.log.loose_at):
+            return None
+        return encoding

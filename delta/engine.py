@@ -226,12 +226,17 @@ class Engine:
         return out + self._room.make(coming_bytes, now_ns, guess=True)
 
     def _saved_again(self, rec: Record, alone: bool) -> list[Instruction]:
-        """A record that was saved before in this step: all its handles may have died, and Delta have let go of it."""
-        if not alone or rec.available or rec.kind is Kind.PARAMETER:
-            return []
-        self.ledger.hold(rec.id)
-        self._room.candidates.back(rec)
-        return [Hold(rec.id)]
+        """A record that was saved before in this step: all its handles may have died, and Delta have let go of it. A
+        stand-in is of no use to the new one."""
+        out: list[Instruction] = []
+        if rec.stood_in_for or (alone and not rec.available and rec.kind is not Kind.PARAMETER):
+            self.ledger.hold(rec.id)
+            self._room.candidates.back(rec)
+            out.append(Hold(rec.id))
+        if rec.encoding is not None and rec.encoding.stand_in:
+            rec.encoding = None
+            self.learner.not_encodable(rec.id)
+        return out
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""
@@ -255,7 +260,8 @@ class Engine:
         out: list[Instruction] = []
         if rec.host is Host.LEAVING:
             out.append(AwaitOut(record))
-        if rec.users and self.ledger.supports_missing(record) and rec.host is Host.NONE and not rec.encoded_bytes:
+        elsewhere = rec.host is not Host.NONE or (rec.encoded_bytes > 0 and not rec.stood_in_for)
+        if rec.users and not elsewhere and self.ledger.supports_missing(record):
             self.ledger.preserve(record)
             out.append(Preserve(record))
         return out
@@ -420,14 +426,23 @@ class Engine:
     def encoded(self, record: int, nbytes: int) -> None:
         """The encoded form has been made; the device copy is let go of next."""
         rec = self.ledger[record]
-        self.ledger.encoded(record, nbytes)
+        if not rec.stood_in_for:  # that has been let go of already
+            self.ledger.encoded(record, nbytes)
         self.totals.encoded_bytes += rec.nbytes - nbytes
 
     def encode_failed(self, record: int, now_ns: int) -> list[Instruction]:
         """The bytes do not fit the encoded form: the device copy is still the value, and something else has to go."""
+        rec = self.ledger[record]
+        missing = rec.stood_in_for
         self.ledger.encode_failed(record)
+        if missing:
+            self._room.candidates.back(rec)
         self.learner.not_encodable(record)
-        return self._room.make(self.ledger[record].nbytes, now_ns, guess=True)
+        return self._room.make(rec.nbytes, now_ns, guess=True)
+
+    def stood_in(self, record: int) -> None:
+        """A stand-in has been decoded for the one who asked: that takes memory until he has read it."""
+        self.ledger.note_peak(self.ledger[record].nbytes)
 
     def decode_failed(self, record: int, nbytes: int) -> None:
         """There was no memory to decode to: the encoded form of `nbytes` is still the value."""
@@ -512,7 +527,8 @@ class Engine:
             return []
         if rec.host in (Host.LEAVING, Host.COMING):
             return []
-        lets_go = (rec.held or rec.encoded_bytes > 0) and (self._drops_source(rec) or not self.ledger.needed(record))
+        lets_go = rec.held or rec.encoded_bytes > 0
+        lets_go &= rec.stood_in_for or self._drops_source(rec) or not self.ledger.needed(record)
         if lets_go:
             self.ledger.let_go(record)
             self._room.candidates.missing(rec)

@@ -4,7 +4,8 @@ A record is one version of one storage. It is *alive* while the storage exists o
 owns a reference to it, and its host copy is in one of the states of `Host`. Instead of being held it may be *encoded*:
 Delta then owns a smaller form of it on the device. A record can be brought back if it is held or encoded, if its host
 copy is whole, or if its op can be replayed from records that can be brought back; the ledger refuses every transition
-that would leave a needed record without such a way (promise P4).
+that would leave a needed record without such a way (promise P4). An encoded form that is only a *stand-in* counts its
+bytes and is no such way.
 
 The ledger counts, it does not decide: `engine.py` decides. It knows nothing of tensors, threads or time.
 """
@@ -65,7 +66,12 @@ class Record:
     @property
     def available(self) -> bool:
         """Whether Delta can have its bytes without replaying anything."""
-        return self.held or self.encoded_bytes > 0 or self.host is not Host.NONE
+        return self.held or self.host is not Host.NONE or (self.encoded_bytes > 0 and not self.stood_in_for)
+
+    @property
+    def stood_in_for(self) -> bool:
+        """Whether its encoded form is there and is not its value."""
+        return self.encoded_bytes > 0 and self.encoding is not None and self.encoding.stand_in
 
     @property
     def is_root(self) -> bool:
@@ -292,10 +298,23 @@ class Ledger:
         self._account(rec, before_bytes)
         del self.held[record]
 
-    def encode_failed(self, record: int) -> None:
-        """The bytes do not fit into the encoded form: Delta still has its reference, and will not try again."""
+    def stand_in(self, record: int) -> None:
+        """The record has been let go of; a stand-in is made of it before its storage goes."""
         rec = self.records[record]
-        if not rec.being_encoded:
+        if rec.encoding is None or not rec.encoding.stand_in:
+            raise LedgerError(f"record {record} has no stand-in")
+        if rec.available or not rec.alive or not rec.handles:
+            raise LedgerError(f"record {record} has to be let go of, alive and saved to be stood in for")
+        before_bytes = rec.resident_bytes
+        rec.encoded_bytes = rec.encoding.nbytes
+        self._account(rec, before_bytes)
+
+    def encode_failed(self, record: int) -> None:
+        """The encoded form cannot be made: Delta has its reference still, or again, and will not try any more."""
+        rec = self.records[record]
+        if rec.stood_in_for:
+            self.hold(record)
+        elif not rec.being_encoded:
             raise LedgerError(f"record {record} is not being encoded")
         rec.encoding, rec.being_encoded = None, False
 
@@ -535,6 +554,7 @@ class Ledger:
             self._count_unevicted(rec)
         rec.held = True
         self._account(rec, before_bytes)
+        self._discard_encoded(rec)
         self._put_last(record)
         self._went_or_came(rec)
 
@@ -565,6 +585,8 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} is being encoded without being held")
             if rec.encoded_bytes and (rec.held or rec.host is not Host.NONE):
                 raise LedgerError(f"record {rec.id} is encoded, and Delta has its bytes in another place too")
+            if rec.stood_in_for and not rec.handles:
+                raise LedgerError(f"record {rec.id} is stood in for, and nobody can ask")
             if any(op not in self.ops or rec.id not in self.ops[op].inputs for op in rec.users):
                 raise LedgerError(f"record {rec.id} lists a user that does not read it")
             if rec.op is not None and (rec.op not in self.ops or rec.id not in self.ops[rec.op].outputs):
@@ -631,9 +653,9 @@ class Ledger:
             self.unevicted_bytes += rec.nbytes
             self.peak_unevicted_bytes = max(self.peak_unevicted_bytes, self.unevicted_bytes)
 
-    def note_peak(self) -> None:
-        """What is resident now counts for the peak."""
-        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
+    def note_peak(self, passing_bytes: int = 0) -> None:
+        """What is resident now counts for the peak, and beside it what is handed out and not kept."""
+        self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes + passing_bytes)
 
     def _account(self, rec: Record, before_bytes: int, peak: bool = True) -> None:
         """A record that added `before_bytes` to what is resident has changed."""

@@ -34,7 +34,7 @@ class Recall:
             self._ledger.hold(rec.id)
             self._room.candidates.back(rec)
             return [Hold(rec.id)]
-        if rec.encoded_bytes:
+        if rec.encoded_bytes and not rec.stood_in_for:
             out = self._room.make(rec.nbytes, now_ns)
             self._ledger.hold(rec.id)
             rec.used_ns = now_ns

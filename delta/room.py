@@ -179,7 +179,7 @@ class Room:
         gone_bytes = floating_bytes = 0
         self.strayed = True
         for choice, rec in victims:
-            if choice.action is Action.RECOMPUTE and not self._ledger.recoverable(rec.id, grasp=True):
+            if self.candidates.drops(rec, choice.action) and not self._ledger.recoverable(rec.id, grasp=True):
                 self.candidates.stuck(rec)
                 break
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
@@ -202,17 +202,21 @@ class Room:
             self._ledger.set_host(rec.id, Host.LEAVING)
             self._queue.begin_out(rec.nbytes, now_ns)
             return [SwapOut(rec.id, wait)]
-        if action is Action.ENCODE:
+        drops = self.candidates.drops(rec, action)
+        if action is Action.ENCODE and not drops:
             self._ledger.encode(rec.id)
             return [Encode(rec.id)]
         out: list[Instruction] = []
-        if action is Action.RECOMPUTE:
+        if drops:
             for anchor in self._ledger.anchors(rec.id):
                 self._ledger.hold(anchor)
                 out.append(Hold(anchor))
         self._ledger.let_go(rec.id)
-        if action is Action.RECOMPUTE:
+        if drops:
             self.candidates.missing(rec)
+        if action is Action.ENCODE:
+            self._ledger.stand_in(rec.id)
+            return [*out, Encode(rec.id)]
         return [*out, Drop(rec.id, action)]
 
     def _short(self, over_bytes: int, coming_bytes: int) -> None:

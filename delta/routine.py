@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from delta.planner import Plan, StepGraph
+from delta.planner.steplog import Node
 from delta.types import Action
 
 Call = tuple[object, int]
@@ -64,11 +65,13 @@ def _replayed(graph: StepGraph, plan: Plan) -> set[int]:
     encoded: set[int] = set()
     todo: list[int] = []
     for order, action in enumerate(plan.actions):
-        made_by = graph.nodes[graph.saved[order]].op
-        if action is Action.RECOMPUTE and made_by is not None:
-            todo.append(made_by)
-        elif action is Action.ENCODE and made_by is not None:
-            encoded.update(_overwritten(graph, made_by))
+        node = graph.nodes[graph.saved[order]]
+        if node.op is None:
+            continue
+        if _dropped(node, action):
+            todo.append(node.op)
+        elif action is Action.ENCODE:
+            encoded.update(_overwritten(graph, node.op))
     while todo:
         op = todo.pop()
         if op not in found:
@@ -81,9 +84,14 @@ def _makers(graph: StepGraph, plan: Plan, nodes: Iterable[int]) -> Iterable[int]
     """The ops that make those of `nodes` which are not there when they are read."""
     for number in nodes:
         node = graph.nodes[number]
-        dropped = node.order < 0 or plan.actions[node.order] is Action.RECOMPUTE
+        dropped = node.order < 0 or _dropped(node, plan.actions[node.order])
         if dropped and not node.rooted and node.op is not None:
             yield node.op
+
+
+def _dropped(node: Node, action: Action) -> bool:
+    """Whether what reads the storage again has to make it again."""
+    return action is Action.RECOMPUTE or (action is Action.ENCODE and node.stand_in)
 
 
 def _overwritten(graph: StepGraph, op: int) -> Iterable[int]:

@@ -17,7 +17,7 @@ class Action(StrEnum):
     KEEP = "keep"
     SWAP = "swap"
     RECOMPUTE = "recompute"
-    ENCODE = "encode"  # stays on the device in a smaller form that is decoded to the same bits
+    ENCODE = "encode"  # stays on the device in a smaller form that tells whoever may ask what the storage would
 
 
 class Cost(StrEnum):
@@ -77,12 +77,15 @@ class OpInfo:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A smaller form with the same information, which a storage can be kept in: at most `nbytes`, and what it takes to
-    make it and to decode it again."""
+    """A smaller form that a storage can be kept in: at most `nbytes`, and what it takes to make it and to decode it.
+
+    It holds the same information, unless it is a `stand_in`: that answers nobody but the backward of the op that made
+    the storage. For all others the storage is gone, and is made again by its recipe."""
 
     nbytes: int
     encode_ns: int
     decode_ns: int
+    stand_in: bool = False
 
     @property
     def cost_ns(self) -> int:
@@ -154,7 +157,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Make the encoded form, then let go of the device copy. Both exist in between."""
+    """Make the encoded form, or the stand-in, then let go of the device copy. Both exist in between."""
 
     record: int
 

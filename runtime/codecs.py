@@ -1,11 +1,14 @@
-"""Smaller forms of whole storages, decoded to the same bits.
+"""Smaller forms of whole storages, decoded to the same bits; and one that tells less, for who asks no more.
 
 `Bits` keeps one bit for each element of a storage whose elements have at most two values: bool masks, and the noise
 that dropout multiplies with on a CPU. `Narrow` keeps integers in the narrowest type that spans what is there: indices
 of max pooling, of `argmax`, of embeddings. Elements are compared as bit patterns. Bytes that do not fit the form (a
 bool that is neither 0 nor 1, a third value, a wider range) are refused when it is made, never bent.
 
-Both work through a storage in pieces of `PIECE` elements. Besides the two forms, encoding and decoding take at most 16
+`Signs` is a stand-in. The backward of ReLU compares its output with zero and reads nothing else: one bit for each
+element tells whether it is not below or equal to zero, which NaN is not.
+
+All work through a storage in pieces of `PIECE` elements. Besides the two forms, encoding and decoding take at most 16
 bytes for each element of a piece, 4 MiB.
 """
 
@@ -91,7 +94,7 @@ class Bits:
     def encode(self, storage: torch.UntypedStorage) -> Form | None:
         with _unseen():
             elements = _over(storage, _PATTERN[self.itemsize])
-            bits = torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
+            bits = _bitmap_for(elements)
             zero, one = (0, 1) if self.itemsize == 1 else (int(elements[0]), None)
             for start, piece in _pieces(elements):
                 ones = _eights(piece if self.itemsize == 1 else (piece != zero).view(torch.uint8))
@@ -104,9 +107,37 @@ class Bits:
                     fits = torch.equal(_eights((piece == one).view(torch.uint8)), ones)
                 if not fits:
                     return None
-                packed = (ones * _GATHER).bitwise_right_shift_(56).bitwise_and_(0xFF)
-                bits[start // 8 : (start + PIECE) // 8].copy_(packed)
+                _pack(ones, bits, start)
             return _Bitmap(bits, _PATTERN[self.itemsize], storage.nbytes(), zero, zero if one is None else one)
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """One bit for each element of ReLU's output, decoded to 1 where it was not `<= 0`, and to 0 elsewhere.
+
+    Whether a subnormal number is `<= 0` depends on a setting of the thread that asks (`torch.set_flush_denormal`), so
+    a storage that has one is refused.
+    """
+
+    dtype: torch.dtype
+
+    def encoding(self, nbytes: int) -> Encoding:
+        took_ns = int(nbytes * 1e9 / _BYTES_PER_S)
+        return Encoding(-(-nbytes // self.dtype.itemsize // 8), took_ns, took_ns, stand_in=True)
+
+    def encode(self, storage: torch.UntypedStorage) -> Form | None:
+        pattern = _PATTERN[self.dtype.itemsize]
+        with _unseen():
+            elements = _over(storage, self.dtype)
+            bits = _bitmap_for(elements)
+            marks = torch.tensor([1.0, torch.finfo(self.dtype).tiny], dtype=self.dtype, device="cpu")
+            one, normal = marks.view(pattern).tolist()
+            for start, piece in _pieces(elements):
+                magnitudes = piece.view(pattern)
+                if bool(((magnitudes > 0) & (magnitudes < normal)).any()):
+                    return None
+                _pack(_eights((piece <= 0).logical_not_().view(torch.uint8)), bits, start)
+            return _Bitmap(bits, pattern, storage.nbytes(), 0, one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +162,17 @@ class _Bitmap:
                 if (self.zero, self.one) != (0, 1):
                     piece.mul_(_wrapped(self.one - self.zero, self.pattern)).add_(self.zero)
             return storage
+
+
+def _bitmap_for(elements: Tensor) -> Tensor:
+    """Room for one bit for each element."""
+    return torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
+
+
+def _pack(ones: Tensor, bits: Tensor, start: int) -> None:
+    """The bits of a piece that begins at element `start`."""
+    packed = (ones * _GATHER).bitwise_right_shift_(56).bitwise_and_(0xFF)
+    bits[start // 8 : (start + PIECE) // 8].copy_(packed)
 
 
 def _eights(bytes_: Tensor) -> Tensor:
@@ -192,7 +234,7 @@ def _wrapped(value: int, dtype: torch.dtype) -> int:
     return (value + half) % (2 * half) - half
 
 
-# -- both -------------------------------------------------------------------------------------------------------------
+# -- all --------------------------------------------------------------------------------------------------------------
 class _unseen:
     """Ops in here are nobody's: no gradients, no dispatch modes."""
 

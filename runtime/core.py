@@ -322,6 +322,8 @@ class Core:
         try:
             record = self.engine.ledger.resolve(handle)
             if not self.engine.ledger[record].held:
+                if (signs := self.encoder.stand_in(record)) is not None:
+                    return signs
                 self.rematerialiser.bring_back(record)
             return self.ready(record)
         finally:
@@ -379,7 +381,8 @@ class Core:
                     self.emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
                 case Release(record):
                     self.let_go(record)
-                    self.emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
+                    if record in self.engine.ledger:  # the end of a step forgets what was only an encoded form
+                        self.emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
                 case SwapOut(record, wait):
                     self.swap.out(record, wait)
                 case SwapIn(record):

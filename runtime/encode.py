@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from delta.runtime.codecs import codec_for
+from delta.runtime.relu import relu_asks, stand_in_for
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -27,7 +28,8 @@ class Encoder:
     def offer(self, record: int, tensor: Tensor) -> None:
         """A storage is about to be saved for the first time: tell the engine of the smaller form it may have."""
         slot = self._core.slots[record]
-        slot.codec = codec_for(tensor, tuple(self._made_by(record)), self._largest(record))
+        made_by = tuple(self._made_by(record))
+        slot.codec = codec_for(tensor, made_by, self._largest(record)) or stand_in_for(tensor, made_by)
         if slot.codec is not None:
             self._core.engine.encodable(record, slot.codec.encoding(tensor.untyped_storage().nbytes()))
 
@@ -50,8 +52,11 @@ class Encoder:
     def encode(self, record: int) -> None:
         """Make the smaller form and let go of the device copy."""
         core, slot = self._core, self._core.slots.get(record)
-        if slot is None or slot.storage is None or not core.engine.ledger[record].being_encoded:
+        if slot is None or slot.storage is None:
             return  # let go of since this was decided
+        rec = core.engine.ledger[record]
+        if not rec.being_encoded and not rec.stood_in_for:
+            return  # held again
         assert slot.codec is not None
         began_ns = time.perf_counter_ns()
         try:
@@ -65,7 +70,7 @@ class Encoder:
         core.engine.encoded(record, form.nbytes)
         core.let_go(record)
         slot.form = form
-        core.emit("evicted", record=record, nbytes=core.engine.ledger[record].nbytes, action="encode")
+        core.emit("evicted", record=record, nbytes=rec.nbytes, action="encode")
         if slot.alive() is None:  # known at once, so that what is encoded next does not count beside it
             core.run(core.engine.storage_gone(record))
 
@@ -82,3 +87,16 @@ class Encoder:
         slot.ref = core.track(slot.storage, record)
         slot.form = None
         core.waited(record, began_ns, "decode")
+
+    def stand_in(self, record: int) -> torch.UntypedStorage | None:
+        """For a record that is dropped: what its stand-in decodes to, if there is one and who asks needs no more. It is
+        handed out and not kept."""
+        core, slot = self._core, self._core.slots[record]
+        if slot.form is None or not relu_asks():
+            return None
+        core.run(core.engine.allocating(core.engine.ledger[record].nbytes, time.perf_counter_ns()))
+        began_ns = time.perf_counter_ns()
+        storage = slot.form.decode()
+        core.engine.stood_in(record)
+        core.waited(record, began_ns, "decode")
+        return storage

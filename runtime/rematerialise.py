@@ -44,7 +44,7 @@ class Rematerialiser:
         ended_ns = time.perf_counter_ns()
         for made in wanted:
             slot = core.slots[made]
-            slot.storage = storages[made]
+            slot.storage, slot.form = storages[made], None  # a stand-in has served its time
             slot.ref = core.track(storages[made], made)
         for source in stolen:  # its storage belongs to the new version now
             core.slots[source].ref = core.slots[source].storage = None

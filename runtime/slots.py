@@ -29,7 +29,7 @@ class Slot:
         self.ref = ref
         self.storage: torch.UntypedStorage | None = None  # Delta's own reference, while the record is held
         self.codec: Codec | None = None
-        self.form: Form | None = None  # the encoded storage, in place of the storage
+        self.form: Form | None = None  # the encoded storage, or the stand-in, in place of the storage
         self.block: HostBlock | None = None
         self.going: Ticket | None = None
         self.coming: Ticket | None = None

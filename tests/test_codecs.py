@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from delta.runtime import codecs
-from delta.runtime.codecs import Bits, Codec, Narrow, codec_for
+from delta.runtime.codecs import Bits, Codec, Narrow, Signs, codec_for
 
 PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 QUICK = settings(deadline=None, max_examples=60)
@@ -112,6 +112,58 @@ def test_a_wider_range_than_expected_is_refused():
     storage = torch.tensor([0, 256]).untyped_storage()
     assert there_and_back(Narrow(torch.int64, torch.int8), storage) is None
     assert there_and_back(Narrow(torch.int64, torch.int16), storage) == 4
+
+
+# -- signs ------------------------------------------------------------------------------------------------------------
+FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def backward_of_relu(result: Tensor) -> Tensor:
+    """As autograd computes it, for a gradient with a different number at each place."""
+    gradient = torch.arange(1, result.numel() + 1, dtype=result.dtype).view(result.shape)
+    return torch.ops.aten.threshold_backward(gradient, result, 0)
+
+
+def answers(result: Tensor) -> Tensor:
+    """What decoding gives in place of a result of ReLU."""
+    before = raw(result.untyped_storage())
+    form = Signs(result.dtype).encode(result.untyped_storage())
+    assert form is not None
+    assert raw(result.untyped_storage()) == before, "encoding changes nothing"
+    expected = Signs(result.dtype).encoding(len(before))
+    assert form.nbytes == expected.nbytes == -(-result.numel() // 8)
+    assert expected.stand_in
+    return torch.empty(0, dtype=result.dtype).set_(form.decode(), 0, result.size(), result.stride())
+
+
+@QUICK
+@given(st.sampled_from(FLOATING), st.lists(st.floats(width=16), min_size=1, max_size=60))
+@example(torch.float32, [float("nan"), -0.0, 0.0, float("inf"), float("-inf"), 1.0, -1.0, 3.5, -float("nan")])
+def test_signs_answer_as_the_result_does(dtype, values):
+    result = torch.tensor(values, dtype=dtype)
+    result[(result.abs() > 0) & (result.abs() < torch.finfo(dtype).tiny)] = 0
+    stand_in = answers(result)
+    assert torch.equal(backward_of_relu(stand_in), backward_of_relu(result))
+    assert torch.equal(stand_in <= 0, result <= 0)
+    assert torch.equal(stand_in, (~(result <= 0)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_signs_of_every_half_of_a_batch(dtype):
+    result = torch.randn(7, 33, dtype=dtype).relu_().t()  # the whole storage counts, however the tensor looks at it
+    assert torch.equal(backward_of_relu(answers(result)), backward_of_relu(result))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("at", [0, 20, 40])
+def test_a_subnormal_number_has_no_sign_to_rely_on(dtype, at):
+    """For a thread that flushes them it is zero."""
+    result = torch.ones(41, dtype=dtype)
+    result[at] = torch.finfo(dtype).tiny
+    assert torch.equal(answers(result), torch.ones(41, dtype=dtype))
+    result[at] = torch.finfo(dtype).smallest_normal / 2
+    assert result[at] > 0
+    assert Signs(dtype).encode(result.untyped_storage()) is None
 
 
 # -- which ------------------------------------------------------------------------------------------------------------

@@ -178,6 +178,26 @@ def test_saved_again_after_the_first_graph_has_died(name):
         assert torch.equal(gradient(), plain)
 
 
+def test_a_graph_that_dies_with_an_encoded_form():
+    """No backward, the mask is in its bits, and something made of it lives on."""
+    x = torch.randn(256, requires_grad=True)
+
+    def graph() -> Tensor:
+        mask = torch.randn(256) > 0
+        y = torch.where(mask, x, 2 * x)
+        others = mask.to(torch.float32)
+        del mask
+        y.exp()
+        return others
+
+    with delta.evict(activations="0%", policy=policy("keep", "encode", kind="none")) as session:
+        others = graph()
+        assert session._core is not None
+        assert (session._core.engine.ledger.handles, session._core.engine.ledger.resident_bytes) == (0, 0)
+        assert others.numel() == 256
+    assert session.report().evictions["encode"] > 0
+
+
 def test_a_rule_says_what_is_encoded():
     """The mask of dropout alone, in its bits; all else is kept."""
     rules = [{"op": "aten.native_dropout", "action": "encode"}, {"op": "*", "action": "keep"}]

@@ -56,6 +56,27 @@ def test_a_write_in_place_takes_no_memory():
     assert machine.used_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("out_bytes", "in_bytes", "took_ns"),
+    [
+        (0, 0, 100),
+        (800, 0, 120),  # 80 ns beside a copy at 3/4 of the speed, and 40 ns alone
+        (2000, 0, 133),  # beside it to the end: 100 / 0.75
+        (400, 400, 130),  # 40 ns beside two at half the speed, 40 ns beside one, and 50 ns alone: 20 + 30 + 50
+    ],
+)
+def test_copies_take_their_share_of_compute(out_bytes, in_bytes, took_ns):
+    machine = Machine(Ideal(10_000), Link(10e9, 5e9, interference=0.25))
+    for storage, nbytes in ((1, out_bytes), (2, in_bytes)):
+        machine.allocate(storage, nbytes)
+    if out_bytes:
+        machine.copy_out(1)
+    if in_bytes:
+        machine.copy_in(2)
+    machine.run(100, (), ())
+    assert machine.now_ns == took_ns
+
+
 def test_each_direction_of_the_link_queues_on_its_own():
     machine = a_machine()
     for storage in (1, 2):

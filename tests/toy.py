@@ -97,28 +97,33 @@ class Toy:
                 self.engine.loose(record)
         return self._do([]) + [i for record in records for i in self._died(record)]
 
-    def need(self, record: int, at: int) -> list[Instruction]:
-        """Backward asks for a record: all of `need`, replays included, up to `served` and the prefetch after it."""
+    def need(self, record: int, at: int, maker_asks: bool = False) -> list[Instruction]:
+        """Backward asks for a record: all of `need`, replays included, up to `served` and the prefetch after it.
+        `maker_asks`: a stand-in is enough."""
         self.now = at
         done = self._do(self.engine.need(record, at, in_backward=True))
         now = self.engine.ledger.resolve(record)
-        if not self.engine.ledger[now].held and self.engine.ledger[now].kind is not Kind.PARAMETER:
+        stood_in = maker_asks and now in self.encoded
+        if stood_in:
+            done += self._do(self.engine.allocating(self.engine.ledger[now].nbytes, at))
+            self.engine.stood_in(now)
+        elif not self.engine.ledger[now].held and self.engine.ledger[now].kind is not Kind.PARAMETER:
             walk = self.engine.descend(record, at)
             while (op := walk.next(at)) is not None:
                 done += self._replay(op)
             done += self._do(self.engine.end_descent())
         if now in self.coming:
             done += self.copy_ends(now)
-        assert now in self.mine | self.program, f"record {now} was not brought back"
+        assert stood_in or now in self.mine | self.program, f"record {now} was not brought back"
         done += self._do(self.engine.served(record))
         return done + self._do(self.engine.prefetch(at))
 
     def unsave(self, record: int) -> list[Instruction]:
         return self._do(self.engine.unsaved(record, self.now))
 
-    def use(self, record: int, at: int) -> list[Instruction]:
+    def use(self, record: int, at: int, maker_asks: bool = False) -> list[Instruction]:
         """Needed, and done with."""
-        return self.need(record, at) + self.unsave(record)
+        return self.need(record, at, maker_asks) + self.unsave(record)
 
     def forward_again(self, at: int) -> list[Instruction]:
         """Something is made or saved outside of backward."""
@@ -154,6 +159,7 @@ class Toy:
                 done += self.copy_ends(source)
         made, stolen = self.engine.made_again(op), self.engine.stealable(op)
         self.mine |= set(made)
+        self.encoded -= set(made)
         self.mine -= stolen
         self.replayed.append(op.outputs[0])
         done += self._do(self.engine.replayed(op, made))
@@ -204,6 +210,7 @@ class Toy:
                 return self.copy_ends(record) if record in self.leaving else []
             case Preserve(record):
                 self.mine.add(record)
+                self.encoded.discard(record)
             case Forget(record):
                 assert record not in self.mine
                 self.encoded.discard(record)

@@ -7,9 +7,10 @@ copies take from compute and cannot hide:
     r_prod(v) >= d_v                       what is dropped is replayed
     r_prod(u) >= r_j - (1 - d_u)           and so is every dropped input u of what is replayed
 
-All r follow from d, so they need not be whole. The peak is bounded where `Rows` says so. At save k it is what is kept,
-what the program still uses, and what the link has not taken yet. At need p of backward it is what is kept and what has
-come back by then, for p itself, before it, or as an ancestor of such a one:
+A u that has only a stand-in is as good as dropped for what reads it: its e_u stands beside d_u in the second line,
+though not in the first. All r follow from d and e, so they need not be whole. The peak is bounded where `Rows` says so.
+At save k it is what is kept, what the program still uses, and what the link has not taken yet. At need p of backward it
+is what is kept and what has come back by then, for p itself, before it, or as an ancestor of such a one:
 
     y_j,p >= d_v, as above with y for r    for every v needed at or before p
 
@@ -55,6 +56,7 @@ class Cover:
         self._drop: dict[int, int] = {}  # save order -> its variable
         self._swap: dict[int, int] = {}
         self._encode: dict[int, int] = {}
+        self._gone: dict[int, list[int]] = {}  # save order -> those that say that replays have to make it again
         self._replay: dict[int, int] = {}  # op -> its variable
         self._users: list[list[int]] = [[] for _ in self._graph.nodes]
         for j, op in enumerate(self._graph.ops):
@@ -103,14 +105,18 @@ class Cover:
             if not node.evictable or not node.nbytes:
                 continue
             ways = [action for action in task.allowed if forced in (None, action)]
-            if Action.RECOMPUTE in ways and node.op is not None and self._replayable[node.op]:
+            replayable = node.op is not None and self._replayable[node.op]
+            if Action.RECOMPUTE in ways and replayable:
                 self._drop[v] = self._program.variable(whole=True)
+                self._gone[v] = [self._drop[v]]
             if Action.SWAP in ways:
                 busy_ns = (link.out_ns(node.nbytes) + link.in_ns(node.nbytes)) * link.interference
                 self._swap[v] = self._program.variable(busy_ns / self._unit_ns, whole=True)
-            if Action.ENCODE in ways and node.encoded_bytes:
+            if Action.ENCODE in ways and node.encoded_bytes and (replayable or not node.stand_in):
                 cost_ns = node.encode_ns + node.decode_ns
                 self._encode[v] = self._program.variable(cost_ns / self._unit_ns, whole=True)
+                if node.stand_in:
+                    self._gone.setdefault(v, []).append(self._encode[v])
             chosen = self._variables(v)
             if len(chosen) > 1:
                 self._program.at_least(-1, [(variable, -1) for variable in chosen])
@@ -133,7 +139,7 @@ class Cover:
                 continue
             for number in graph.ops[j].inputs:
                 node = graph.nodes[number]
-                if node.rooted or node.op is None or (node.order >= 0 and node.order not in self._drop):
+                if node.rooted or node.op is None or (node.order >= 0 and node.order not in self._gone):
                     continue
                 if node.op not in self._replay:
                     self._replay[node.op] = program.variable(graph.ops[node.op].cost_ns / self._unit_ns)
@@ -145,11 +151,11 @@ class Cover:
 
     def _follows(self, what: int, when: int, order: int, only_dropped: bool) -> None:
         """`what` >= `when`, unless the saved storage `order` (-1: not saved) that leads from one to the other is there:
-        not dropped, and with `only_dropped` false neither swapped nor encoded."""
+        not gone but for its recipe, and with `only_dropped` false neither swapped nor encoded."""
         if order < 0:
             self._program.at_least(0, [(what, 1), (when, -1)])
             return
-        gone = [self._drop[order]] if only_dropped else self._variables(order)
+        gone = self._gone[order] if only_dropped else self._variables(order)
         self._program.at_least(-1, [(what, 1), (when, -1), *((variable, -1.0) for variable in gone)])
 
     # -- the link -------------------------------------------------------------------------------------------------
@@ -266,7 +272,7 @@ class _Back:
         cover, node = self._cover, self._graph.nodes[number]
         if node.rooted or (node.order >= 0 and self._graph.first_need[node.order] <= self._p):
             return
-        if node.op is not None and (node.order in cover._drop or node.order < 0):
+        if node.op is not None and (node.order in cover._gone or node.order < 0):
             maker = self._op(node.op)
             if not self._settled[node.op]:
                 cover._follows(maker, self._by[j], node.order, only_dropped=True)

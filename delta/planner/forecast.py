@@ -3,8 +3,9 @@
 The forecast walks backward once, in the order of the recorded step, and does what the engine will do: a missing storage
 is replayed together with its missing ancestors, what such a chain makes for later needs stays, its other products go
 after their last use in the chain; a swapped storage is copied back as late as the link allows; an encoded one is
-decoded when it is read, and both forms take room while one is made from the other. It is a model of the engine, not
-the engine: a plan is checked again by the peak that the planned step really had.
+decoded when it is read, and both forms take room while one is made from the other. What has only a stand-in is decoded
+for each need and does not stay; a replay that reads it makes it again. It is a model of the engine, not the engine: a
+plan is checked again by the peak that the planned step really had.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ class _Walk:
             self.present[v] = True
             self.back_at[v] = self.at
             self._add(self.graph.nodes[node].nbytes)
+            self._discard_encoded(v)
 
     def _use_swapped(self, v: int) -> None:
         self.used_at.setdefault(v, self.at)
@@ -191,16 +193,20 @@ class _Walk:
 
     def _use_encoded(self, v: int) -> None:
         node = self.graph.nodes[self.graph.saved[v]]
-        self._bring(v, self.graph.saved[v])
         if v in self.encoded:
-            self.encoded.discard(v)
             self.encode_ns += node.decode_ns
-            self.resident -= node.encoded_bytes
+            if node.stand_in:
+                self.most = max(self.most, self.resident + node.nbytes)
+                return
+        self._bring(v, self.graph.saved[v])
 
-    def _release(self, v: int) -> None:
+    def _discard_encoded(self, v: int) -> None:
         if v in self.encoded:
             self.encoded.discard(v)
             self.resident -= self.graph.nodes[self.graph.saved[v]].encoded_bytes
+
+    def _release(self, v: int) -> None:
+        self._discard_encoded(v)
         if self.present[v]:
             self.present[v] = False
             self.resident -= self.graph.nodes[self.graph.saved[v]].nbytes
@@ -250,7 +256,8 @@ class _Walk:
             if node.order >= 0 and self.actions[node.order] is Action.SWAP:
                 self._use_swapped(node.order)
                 continue
-            if node.order >= 0 and self.actions[node.order] is Action.ENCODE and not node.rooted:
+            whole = not node.rooted and not node.stand_in
+            if node.order >= 0 and self.actions[node.order] is Action.ENCODE and whole:
                 self._use_encoded(node.order)
                 continue
             if node.op is None or node.op in chain:

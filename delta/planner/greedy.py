@@ -4,8 +4,8 @@ A greedy answer to the covering problem of the design (section 7): while the for
 position and evict, among what is resident there and not needed before, the storage with the least added cost per byte.
 The added cost of recomputing is that of the ops its chain adds to those replayed anyway; the added cost of swapping is
 the compute time its copies take plus what the link cannot hide; that of encoding is the time to encode and to decode,
-and frees only what the encoded form does not take. When it fits, evictions that turn out not to be needed are taken
-back, dearest first.
+and frees only what the encoded form does not take; a stand-in adds its chain too where a replay reads it. When it fits,
+evictions that turn out not to be needed are taken back, dearest first.
 
 Bounds: no optimality; the covering integer program (policy `monet`) is for that. It is deterministic.
 """
@@ -67,8 +67,7 @@ class _Greedy:
         self.actions = list(self.begun)
         self.replayed: set[int] = set()
         for v, action in enumerate(self.begun):
-            if action is Action.RECOMPUTE:
-                self.replayed |= self._added_ops(v) or set()
+            self.replayed |= self._adds(v, action) or set()
         self.now: Forecast = forecast(graph, self.actions, link)
 
     def plan(self) -> Plan:
@@ -127,16 +126,23 @@ class _Greedy:
         forced = self.forced.get(v)
         ways = []
         if Action.RECOMPUTE in self.allowed and forced in (None, Action.RECOMPUTE):
-            added = self._added_ops(v)
-            if added is not None:
-                cost_ns = sum(self.graph.ops[op].cost_ns for op in added)
-                ways.append(_Option(v, Action.RECOMPUTE, cost_ns, nbytes))
+            replay_ns = self._replay_ns(v, Action.RECOMPUTE)
+            if replay_ns is not None:
+                ways.append(_Option(v, Action.RECOMPUTE, replay_ns, nbytes))
         if Action.SWAP in self.allowed and forced in (None, Action.SWAP):
             ways.append(_Option(v, Action.SWAP, self._swap_ns(nbytes), nbytes))
         node = self.graph.nodes[self.graph.saved[v]]
         if Action.ENCODE in self.allowed and forced in (None, Action.ENCODE) and node.encoded_bytes:
-            ways.append(_Option(v, Action.ENCODE, node.encode_ns + node.decode_ns, nbytes - node.encoded_bytes))
+            replay_ns = self._replay_ns(v, Action.ENCODE)
+            if replay_ns is not None:
+                cost_ns = node.encode_ns + node.decode_ns + replay_ns
+                ways.append(_Option(v, Action.ENCODE, cost_ns, nbytes - node.encoded_bytes))
         return ways
+
+    def _replay_ns(self, v: int, action: Action) -> int | None:
+        """Time of the ops it adds to the replays. None where they cannot be replayed."""
+        added = self._adds(v, action)
+        return sum(self.graph.ops[op].cost_ns for op in added) if added is not None else None
 
     def _swap_ns(self, nbytes: int) -> float:
         """Compute time its copies take, and what does not fit beside forward (out) or backward (in) any more."""
@@ -148,6 +154,20 @@ class _Greedy:
         over_in = min(in_ns, max(0, self.link.in_ns(swapped) - backward_ns))
         return (out_ns + in_ns) * self.link.interference + over_out + over_in
 
+    def _adds(self, v: int, action: Action) -> set[int] | None:
+        """Ops that this action on `v` adds to the replays. None where they cannot be replayed."""
+        if not self._drops(v, action):
+            return set()
+        added, number = self._added_ops(v), self.graph.saved[v]
+        if action is Action.RECOMPUTE or added is None:
+            return added
+        return added if any(number in self.graph.ops[op].inputs for op in self.replayed) else set()
+
+    def _drops(self, v: int, action: Action) -> bool:
+        """Whether a replay that reads `v` has to make it again."""
+        stand_in = action is Action.ENCODE and self.graph.nodes[self.graph.saved[v]].stand_in
+        return stand_in or action is Action.RECOMPUTE
+
     def _added_ops(self, v: int) -> set[int] | None:
         """Ops that dropping `v` adds to the replays. None where its chain cannot be replayed."""
         graph = self.graph
@@ -156,7 +176,7 @@ class _Greedy:
         first = True
         while todo:
             node = graph.nodes[todo.pop()]
-            kept = node.order >= 0 and self.actions[node.order] is not Action.RECOMPUTE
+            kept = node.order >= 0 and not self._drops(node.order, self.actions[node.order])
             if (kept and not first) or node.rooted:
                 continue
             first = False
@@ -169,12 +189,10 @@ class _Greedy:
         return added
 
     def _take(self, option: _Option) -> None:
-        if option.action is Action.RECOMPUTE:
-            added = self._added_ops(option.order)
-            if added is None:
-                return
+        added = self._adds(option.order, option.action)
+        if added is not None:
             self.replayed |= added
-        self.actions[option.order] = option.action
+            self.actions[option.order] = option.action
 
     def _break_chain(self, worst: int) -> bool:
         """The worst position is full of chains replayed for an early need: swap the largest of their links instead."""

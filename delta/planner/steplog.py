@@ -45,7 +45,8 @@ class StepLog:
 class Node:
     """A storage of the step. `order` is that of its first save, or -1; `nbytes` is 0 for what is never counted.
 
-    `encoded_bytes`: what its encoded form takes; 0 where there is none. The last two are the times it costs."""
+    `encoded_bytes`: what its encoded form takes; 0 where there is none. Then the times it costs, and whether it is only
+    a stand-in: it serves the needs of the storage, and no replay that reads it."""
 
     nbytes: int
     order: int
@@ -55,6 +56,7 @@ class Node:
     encoded_bytes: int = 0
     encode_ns: int = 0
     decode_ns: int = 0
+    stand_in: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +208,9 @@ def _renumbered(ops: Iterable[OpInfo], index: Mapping[int, int]) -> tuple[OpInfo
     )
 
 
-def _encoding(known: Encoding | None) -> tuple[int, int, int]:
-    return (known.nbytes, known.encode_ns, known.decode_ns) if known is not None else (0, 0, 0)
+def _encoding(known: Encoding | None) -> tuple[int, int, int, bool]:
+    known = known or Encoding(0, 0, 0)
+    return known.nbytes, known.encode_ns, known.decode_ns, known.stand_in
 
 
 def _floats_to(log: StepLog) -> tuple[int, ...]:

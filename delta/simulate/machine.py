@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from delta.simulate.allocator import Allocator
 from delta.types import Link
 
+SLOWEST = 0.1  # of compute: what copies leave of it at least
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -67,18 +69,32 @@ class Machine:
 
     def run(self, cost_ns: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> None:
         """The compute stream is busy; what it makes has been allocated."""
-        began_ns, self.now_ns = self.now_ns, self.now_ns + cost_ns
+        began_ns = self._compute(cost_ns)
         self.log.append(Entry("run", began_ns, self.now_ns, makes, reads))
 
     def encode(self, storage: int, form: int, cost_ns: int) -> None:
         """The compute stream makes the encoded form of a storage; there is room for it."""
-        began_ns, self.now_ns = self.now_ns, self.now_ns + cost_ns
+        began_ns = self._compute(cost_ns)
         self.log.append(Entry("encode", began_ns, self.now_ns, (form,), (storage,)))
 
     def decode(self, form: int, storage: int, cost_ns: int) -> None:
         """The compute stream makes a storage again from its encoded form; there is room for it."""
-        began_ns, self.now_ns = self.now_ns, self.now_ns + cost_ns
+        began_ns = self._compute(cost_ns)
         self.log.append(Entry("decode", began_ns, self.now_ns, (storage,), (form,)))
+
+    def _compute(self, cost_ns: int) -> int:
+        """The compute stream works for `cost_ns`, and longer while copies run beside it: each takes its share of that
+        time. Returns when it began."""
+        began_ns, left_ns = self.now_ns, float(cost_ns)
+        share = self.link.interference if self.link is not None else 0.0
+        for copies, until_ns in zip((2, 1), sorted((self._out_free_ns, self._in_free_ns)), strict=True):
+            speed = max(SLOWEST, 1 - copies * share)
+            beside_ns = min(left_ns / speed, max(0, until_ns - self.now_ns))
+            self.now_ns += round(beside_ns)
+            left_ns -= beside_ns * speed
+        self.now_ns += round(left_ns)
+        self.stall_ns += self.now_ns - began_ns - cost_ns
+        return began_ns
 
     def copy_out(self, storage: int) -> int:
         """Queue a copy to the host; returns when it will have ended."""

@@ -1,0 +1,267 @@
+"""Which calls of a known step are recorded, and what happens when a step goes otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from sys import intern
+
+import pytest
+import torch
+from builders import a_log, an_op
+from test_learner import LIMIT, Planner, plan_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import delta
+from delta.learner import REFINEMENTS, Learner
+from delta.planner.steplog import StepGraph, build_graph
+from delta.routine import Routine, Way, ways_of
+from delta.types import Action, Kind
+
+KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
+SHORT = 1 + REFINEMENTS + 1  # steps until one has gone as planned with all op times known
+
+
+# -- which calls ------------------------------------------------------------------------------------------------------
+def chain(saved: list[int]) -> StepGraph:
+    """Op i makes storage i + 1 out of storage i; storage 0 is the caller's. `saved` are those that autograd saves."""
+    ops = [an_op(100 + i, [i], [i + 1]) for i in range(5)]
+    saves = [(record, 10 * record, record) for record in saved]
+    needs = [(order, 100 + order) for order in reversed(range(len(saved)))]
+    releases = [(order, len(saved)) for order in range(len(saved))]
+    log = a_log(ops, dict.fromkeys(range(6), 8), saves, needs, releases, 300, {0: Kind.SOURCE})
+    return build_graph(log, 0)
+
+
+def ways(saved: list[int], actions: list[Action]) -> list[Way]:
+    calls = [(f"call {i}", i) for i in range(5)]
+    return [Way(way) for way in ways_of(calls, chain(saved), plan_of(actions))]
+
+
+P, T, R = Way.PASS, Way.TRACK, Way.RECORD
+
+
+@pytest.mark.parametrize(
+    ("saved", "actions", "expected"),
+    [
+        ([1, 2, 3], [KEEP, KEEP, KEEP], [P, P, P, P, P]),
+        ([1, 2, 3], [KEEP, SWAP, KEEP], [P, P, P, P, P]),
+        # 3 is made again out of 2, which is kept: 2 has to be known.
+        ([1, 2, 3], [KEEP, KEEP, RECOMPUTE], [P, T, R, P, P]),
+        # ... out of 1, through 2, which nobody saved.
+        ([1, 3], [KEEP, RECOMPUTE], [T, R, R, P, P]),
+        # ... from the caller's storage on.
+        ([1, 2], [RECOMPUTE, RECOMPUTE], [R, R, P, P, P]),
+        # An encoded storage is there, and its maker says how it is encoded.
+        ([2, 3], [ENCODE, RECOMPUTE], [T, R, R, P, P]),
+        ([2], [ENCODE], [T, R, P, P, P]),
+    ],
+)
+def test_only_what_the_plan_replays_is_recorded(saved, actions, expected):
+    assert ways(saved, actions) == expected
+
+
+def test_calls_that_made_nothing_pass():
+    calls = [("made nothing", -1), ("call", 0)]
+    assert ways_of(calls, chain([1]), plan_of([RECOMPUTE])) == bytes([Way.PASS, Way.RECORD])
+
+
+def test_encoding_asks_for_the_ops_whose_results_were_overwritten():
+    """Noise is known by the op that wrote it last and the one before."""
+    ops = [an_op(100, [0], [1]), an_op(101, [1], [2], overwrites=(1,)), an_op(102, [2], [3], overwrites=(2,))]
+    log = a_log(ops, dict.fromkeys(range(4), 8), [(3, 5, 3)], [(0, 9)], [(0, 1)], 20, {0: Kind.SOURCE})
+    calls = [("empty", 0), ("bernoulli", 1), ("div", 2)]
+    assert ways_of(calls, build_graph(log, 0), plan_of([ENCODE])) == bytes([R, R, R])
+
+
+def test_a_routine_knows_its_calls_and_no_others():
+    routine = Routine([("a", 0), ("b", 1)], bytes([Way.PASS, Way.RECORD]))
+    assert not routine.begun
+    assert routine.way("a") is Way.PASS
+    assert routine.begun
+    assert routine.way("a") is None
+    assert routine.way("b") is Way.RECORD
+    assert routine.way("b") is None
+
+
+# -- when -------------------------------------------------------------------------------------------------------------
+def follow(learner: Learner, kind: str, *, strayed: bool = False, peak: int = LIMIT) -> bool:
+    """One step of three ops whose names and saves begin with `kind`, recorded as the learner wants it to be. Returns
+    whether it had a routine to its end."""
+    recorded = 0
+    for i in range(3):
+        call = intern(f"{kind}{i}")
+        routine = learner.routine
+        way = routine.way(call) if routine is not None else Way.RECORD
+        if way is None:
+            learner.leave_routine()
+        if way in (None, Way.RECORD):
+            learner.op(an_op(i, [], [i], name=call), {i: 10}, {i: Kind.ACTIVATION})
+            learner.called(call, made=True)
+            recorded += 1
+        if i == 0:
+            learner.begin(recording=True)
+        learner.packed(hash(call), 1000 + 10 * i)
+        learner.saved(i, 10, Kind.ACTIVATION, 1000 + 10 * i)
+    followed = learner.routine is not None
+    for i in reversed(range(3)):
+        learner.needed(i, 2000 - 10 * i)
+        learner.released(i)
+    learner.end(3000, peak, 100, lambda known: LIMIT, True, {}, strayed)
+    assert followed or recorded == 3 or not learner.recorded
+    return followed
+
+
+@pytest.fixture
+def learner() -> Learner:
+    return Learner(0, Planner(Action.SWAP))
+
+
+def test_a_step_has_a_routine_once_one_has_gone_as_planned(learner):
+    assert [follow(learner, "a") for _ in range(SHORT + 2)] == [False] * SHORT + [True] * 2
+
+
+@pytest.mark.parametrize("wrong", [{"strayed": True}, {"peak": LIMIT + 1}])
+def test_a_step_that_went_otherwise_has_none_the_next_time(learner, wrong):
+    for _ in range(SHORT):
+        follow(learner, "a")
+    assert follow(learner, "a", **wrong)
+    assert [follow(learner, "a") for _ in range(3)] == [False, True, True]
+
+
+def test_without_selection_there_are_no_routines(learner):
+    learner.selective = False
+    assert not any(follow(learner, "a") for _ in range(SHORT + 3))
+
+
+def test_another_kind_of_step_ends_the_routine_and_is_learned(learner):
+    for _ in range(SHORT):
+        follow(learner, "a")
+    found = [follow(learner, "b") for _ in range(SHORT + 1)]
+    assert found == [False] * SHORT + [True]
+    assert follow(learner, "a") is False  # b was expected after b
+
+
+def test_kinds_that_take_turns_are_expected_in_turn(learner):
+    for _ in range(SHORT):
+        follow(learner, "a")
+        follow(learner, "b")
+    assert [follow(learner, kind) for kind in "abab"] == [True] * 4
+
+
+def test_a_step_that_was_left_midway_is_not_learned_from(learner):
+    for _ in range(SHORT):
+        follow(learner, "a")
+    for i in range(2):
+        assert learner.routine is not None
+        assert learner.routine.way(intern(f"a{i}")) is Way.PASS
+    learner.leave_routine()
+    learner.begin(recording=True)
+    assert not learner.recorded
+
+
+# -- on the device ----------------------------------------------------------------------------------------------------
+class Branching(nn.Module):
+    """Dropout, normalisation, writes in place, a residual, and a branch that may be taken or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, x: Tensor, branch: bool) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            y = F.dropout(F.gelu(layer(x)), 0.2)
+            if branch and index == 3:
+                y = torch.tanh(y) * y
+            x = self.norm(x + y.mul_(0.5))
+        return x
+
+
+def trained(steps: list[Callable[[nn.Module], Tensor]]) -> list[Tensor]:
+    torch.manual_seed(5)
+    model = Branching()
+    numbers = []
+    for step in steps:
+        loss = step(model)
+        loss.backward()
+        numbers += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+    return numbers
+
+
+def of_rows(rows: int, branch: bool = False) -> Callable[[nn.Module], Tensor]:
+    def step(model: nn.Module) -> Tensor:
+        return model(torch.randn(rows, 24), branch).square().mean()
+
+    return step
+
+
+def alternating(count: int) -> list[Callable[[nn.Module], Tensor]]:
+    return [of_rows(16, branch=bool(i % 2)) for i in range(count)]
+
+
+SURPRISES = {
+    "none": [of_rows(16)] * 8,
+    "a branch": [*[of_rows(16)] * 6, of_rows(16, branch=True), *[of_rows(16)] * 3],
+    "a larger batch": [*[of_rows(16)] * 6, of_rows(48), of_rows(16), of_rows(16)],
+    "another op before the step": [
+        *[of_rows(16)] * 6,
+        lambda m: of_rows(16)(m) + torch.ones(3).exp().sum(),
+        of_rows(16),
+    ],
+    "turns": alternating(12),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("surprise", SURPRISES)
+@pytest.mark.parametrize("policy", ["recompute", "delta", "monet"])
+@pytest.mark.parametrize("device", ["cpu", "chaos:2"])
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_a_routine_changes_no_bit_whatever_comes_next(surprise, policy, device):
+    steps = SURPRISES[surprise]
+    plain = trained(steps)
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    followed = []
+
+    def noting(step: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tensor]:
+        def noted(model: nn.Module) -> Tensor:
+            followed.append(run._core.engine.routine is not None)
+            return step(model)
+
+        return noted
+
+    with delta.evict(activations="40%", policy=chosen, device=device) as run:
+        evicted = trained([noting(step) for step in steps])
+    assert all(torch.equal(a, b) for a, b in zip(plain, evicted, strict=True))
+    if policy == "recompute" and device == "cpu":
+        assert any(followed)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_under_a_routine_few_ops_are_recorded_and_the_limit_holds():
+    recorded = []
+    chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    with delta.evict(activations="60%", policy=chosen, device="cpu") as run:
+        for _ in range(8):
+            trained([of_rows(16)])
+            recorded.append(len(run._core.engine.learner.profiles[0].ways or ()))
+        engine = run._core.engine
+        assert engine.routine is not None
+        model = Branching()
+        loss = of_rows(16)(model)
+        assert 0 < len(engine.learner.log.ops) < recorded[-1] / 2
+        loss.backward()
+    report = run.report()
+    assert report.peak_activation_bytes <= 1.01 * report.budget_bytes
+
+
+def test_rules_keep_the_recorder_whole():
+    """A rule asks for the names of ops, so that every op has to be seen."""
+    rules = [{"op": "aten.tanh", "action": "keep"}]
+    chosen = delta.load_policy("recompute", {"filter.min_bytes": 0, "rules": rules})
+    with delta.evict(activations="40%", policy=chosen, device="cpu") as run:
+        for _ in range(6):
+            trained([of_rows(16)])
+        assert run._core.engine.routine is None
