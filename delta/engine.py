@@ -28,6 +28,7 @@ from delta.planner import BESIDE, FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
 from delta.room import Room
 from delta.routine import Routine
+from delta.step_ends import StepEnds
 from delta.totals import StepSummary, Totals
 from delta.types import (
     Action,
@@ -79,9 +80,10 @@ class Engine:
         make_plan = self._make_plan if planned else None
         # Where nothing has to be guessed, nothing is left unused.
         aim = 1.0 if announced else AIM
+        self.looks = policy.planner.kind == "mimose"  # at more of a saved tensor than its signature
         self.learner = (
             FamilyLearner(policy.filter.min_bytes, make_plan, limit=budget.limit_bytes, options=policy.planner)
-            if policy.planner.kind == "mimose"
+            if self.looks
             else Learner(policy.filter.min_bytes, make_plan, aim)
         )
         self.learner.selective = not policy.rules  # they ask for the names of ops
@@ -90,6 +92,7 @@ class Engine:
         self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced)
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
+        self.step_ends = StepEnds()
         self._largest_bytes = 0
         self._lost_ns = 0
         self._plans_made = 0
@@ -195,11 +198,13 @@ class Engine:
             self._raise_failed()
             self.ledger.restart_peaks()
             self.learner.begin(self._recording)
+            self.learner.standing_bytes = self.ledger.resident_bytes if self.ledger.left_over else 0
         self.learner.packed(signature, now_ns - self._lost_ns, look)
         if begins and self.learner.plan is not None:
             self.totals.planned(self._plans_made > plans_before, self._clock() - began_ns)
         first = rec.saved_at < 0
         alone = self.ledger.save(record, len(self._recall.by_order))
+        rec.stretch = self.step_ends.stretch
         self.ledger.use(record, now_ns)
         if not first:
             return self._saved_again(rec, alone) + self._room.make(0, now_ns)
@@ -268,10 +273,10 @@ class Engine:
         if rec.handles:
             if not self.ledger[new].held:
                 self.ledger.hold(new)
-            if rec.saved_at < len(self._recall.by_order):
+            if 0 <= rec.saved_at < len(self._recall.by_order):
                 self._recall.by_order[rec.saved_at] = new
             self.ledger.supersede(old, new)
-            self.ledger[new].saved_at = rec.saved_at
+            self.ledger[new].stretch = rec.stretch
         out: list[Instruction] = [Hold(new)] if self.ledger[new].held else []
         if preserved:
             return out
@@ -297,9 +302,11 @@ class Engine:
         return self._bury([record])
 
     # -- backward -------------------------------------------------------------------------------------------------
-    def need(self, handle: int, now_ns: int) -> list[Instruction]:
-        """Backward asks for the record of a handle. It stays pinned until `served`."""
+    def need(self, handle: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
+        """Somebody asks for the record of a handle, `in_backward` or looking. It stays pinned until `served`."""
         rec = self.ledger[self.ledger.resolve(handle)]
+        if in_backward:
+            self.step_ends.need(rec.stretch)
         self.ledger.pin(rec.id, now_ns)
         if rec.kind is Kind.PARAMETER:
             return []
@@ -319,11 +326,20 @@ class Engine:
         order = self.ledger[record].saved_at
         if not self.ledger.unsave(record):
             return []
-        self.learner.released(order)
+        if order >= 0:
+            self.learner.released(order)
         out = self._settle(record)
-        if self.ledger.handles == 0 and self.learner.in_step:
+        if self.ledger.own_handles == 0 and self.learner.in_step:
             out += self._end_step(now_ns)
         return out
+
+    def forward_again(self, now_ns: int) -> list[Instruction]:
+        """Forward goes on after backward has asked for something: what is still saved may be left over from a step that
+        has ended (`step_ends.py`). It goes on being counted, and can be evicted, needed and released as before."""
+        if not self.learner.in_step:
+            self.step_ends.ended()
+            return []
+        return self._end_step(now_ns, self.step_ends.whole) if self.step_ends.forward() else []
 
     def descend(self, handle: int, now_ns: int) -> Descent:
         """The replays that bring back a record that `need` could not: see `Descent`, and `replayed` after each."""
@@ -554,20 +570,24 @@ class Engine:
             out.append(Release(record))
         return out
 
-    def _end_step(self, now_ns: int) -> list[Instruction]:
+    def _end_step(self, now_ns: int, whole: bool = True) -> list[Instruction]:
+        """`whole`: it was one step, else it was found out too late that one had ended, and nothing can be learned."""
         ledger, mode = self.ledger, self.learner.mode
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
         self._tell_shortage(summary.peak_bytes)
         plans_before, began_ns = self._plans_made, self._clock()
-        self.learner.end(
-            now_ns - self._lost_ns,
-            summary.peak_bytes,
-            summary.unevicted_peak_bytes,
-            self.budget.limit_bytes,
-            self._room.evicted,
-            self._forced(),
-            self._room.strayed,
-        )
+        if whole:
+            self.learner.end(
+                now_ns - self._lost_ns,
+                summary.peak_bytes,
+                summary.unevicted_peak_bytes,
+                self.budget.limit_bytes,
+                self._room.evicted,
+                self._forced(),
+                self._room.strayed,
+            )
+        else:
+            self.learner.abandon()
         if self._plans_made > plans_before:
             self.totals.planned(True, self._clock() - began_ns)
         out = self._let_go_idle(*ledger.cut())
@@ -594,6 +614,7 @@ class Engine:
 
     def _finish_step(self, mode: Mode, peak_bytes: int, unevicted_peak_bytes: int) -> StepSummary:
         totals = self.totals
+        self.step_ends.ended()
         summary = StepSummary(totals.steps, mode, peak_bytes, unevicted_peak_bytes)
         self.finished_steps.append(summary)
         totals.steps += 1

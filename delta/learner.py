@@ -43,14 +43,10 @@ class Profile:
     tightened: int = 0
     relaxed: int = 0
     planned_for_bytes: int = 0  # the limit at the last planning
+    aim_bytes: int = 0  # what the plan was allowed to take
     calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
     ways: bytes | None = None  # how they are recorded from now on; None: all of them are
     then: Profile | None = None  # the kind of step that came after the last one of this kind
-
-    @property
-    def aim_bytes(self) -> int:
-        """What the plan may take."""
-        return int(self.planned_for_bytes * self.squeeze)
 
 
 @dataclass(slots=True)
@@ -68,6 +64,7 @@ class Learner:
     recorded: bool = False  # the recorder was on from this step's first op
     missed: bool = False  # a step was new but not recorded whole: the next ones are, until a new one has been learned
     began_ns: int | None = None
+    standing_bytes: int = 0  # resident when the step began: left over from another
     given_up: bool = False  # this step is too long to be learned from
     heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
@@ -331,6 +328,11 @@ class Learner:
         if self._routine_of is profile:
             self.leave_routine()
 
+    def abandon(self) -> None:
+        """A step has ended that there is nothing to be learned from."""
+        self._expect(None)
+        self._reset()
+
     def _reset(self) -> None:
         self.log = StepLog()
         self.packs = 0
@@ -350,6 +352,7 @@ class Learner:
             profile.idle = True
         elif self.make_plan is not None:
             profile.planned_for_bytes = limit_bytes
+            profile.aim_bytes = int(max(0, limit_bytes - self.standing_bytes) * profile.squeeze)
             profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)
 
     def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, fitted: bool) -> None:

@@ -46,7 +46,8 @@ class Record:
     host: Host = Host.NONE
     pins: int = 0
     users: set[int] = field(default_factory=set)
-    saved_at: int = -1  # order of its first save in this step; -1: never saved
+    saved_at: int = -1  # order of its first save in this step; -1: never saved in it
+    stretch: int = 0  # of forward and backward in which it was last saved (`step_ends.py`)
     used_ns: int = 0  # last access, for staleness
     encoding: Encoding | None = None  # the smaller form it can be kept in
     being_encoded: bool = False  # that form has been asked for; held until it is there
@@ -92,6 +93,7 @@ class Ledger:
         self.unevicted_bytes = 0
         self.leaving_bytes = 0
         self.handles = 0
+        self.left_over = 0  # of them, those on records that were saved in earlier steps only
         self.peak_resident_bytes = 0
         self.peak_unevicted_bytes = 0
         self._outputs_left: dict[int, int] = {}
@@ -143,15 +145,26 @@ class Ledger:
             self._change(*self.ops[op].outputs)
 
     # -- handles --------------------------------------------------------------------------------------------------
+    @property
+    def own_handles(self) -> int:
+        """Handles of the step under way."""
+        return self.handles - self.left_over
+
     def save(self, record: int, order: int) -> bool:
-        """Autograd saved a tensor on this storage. True if it is the first handle on the record."""
+        """Autograd saved a tensor on this storage. True if it is the first handle on the record.
+
+        `order`: among the first saves of this step; -1 for a handle that is left over from an earlier one.
+        """
         rec = self.records[record]
+        if rec.saved_at < 0 <= order:
+            rec.saved_at = order
+            self.left_over -= rec.handles
         before_bytes = rec.resident_bytes
         rec.handles += 1
         self._account(rec, before_bytes)
         self.handles += 1
         if rec.saved_at < 0:
-            rec.saved_at = order
+            self.left_over += 1
         if rec.handles == 1:
             self._count_unevicted(rec)
             if not rec.available:
@@ -168,6 +181,8 @@ class Ledger:
         rec.handles -= 1
         self._account(rec, before_bytes)
         self.handles -= 1
+        if rec.saved_at < 0:
+            self.left_over -= 1
         if rec.handles == 0 and rec.kind is not Kind.PARAMETER:
             self.unevicted_bytes -= rec.nbytes
         return rec.handles == 0
@@ -494,22 +509,41 @@ class Ledger:
         return forgotten, list(idle)
 
     def cut(self) -> tuple[list[int], list[int]]:
-        """A step ended: recipes are of no more use. Drop them all; returns what `forget_dead` does."""
-        if self.handles:
-            raise LedgerError(f"{self.handles} handles are alive: the step has not ended")
-        self.ops.clear()
-        self._outputs_left.clear()
-        self._made_bytes.clear()
-        self._successors.clear()
+        """A step ended: recipes are of no more use, but for what is missing and left over. Drop them; returns what
+        `forget_dead` does."""
+        kept = self._recipes_of_missing()
+        for known in (self.ops, self._outputs_left, self._made_bytes):
+            for op_id in known.keys() - kept:
+                del known[op_id]
+        superseded = [old for old in self._successors if not self._saved(self.resolve(old))]
+        for old in superseded:
+            del self._successors[old]
+        self.left_over = self.handles
         self.moved.clear()
         self.touched.clear()
         self._unread.clear()
         for rec in self.records.values():
-            rec.op = None
-            rec.users.clear()
+            if rec.op not in kept:
+                rec.op = None
+            rec.users &= kept
             rec.saved_at = -1
             self._look_for_dead_end(rec)
         return self.forget_dead(list(self.records))
+
+    def _saved(self, record: int) -> bool:
+        return record in self.records and self.records[record].handles > 0
+
+    def _recipes_of_missing(self) -> set[int]:
+        """The ops without which a saved record could not be brought back."""
+        kept: set[int] = set()
+        todo = [rec.id for rec in self.records.values() if rec.handles]
+        while todo:
+            rec = self.records[todo.pop()]
+            if rec.op is None or rec.op in kept or rec.available or rec.is_root:
+                continue
+            kept.add(rec.op)
+            todo += self.ops[rec.op].inputs
+        return kept
 
     def preserve(self, record: int) -> None:
         """The version a record stands for is about to live on in a clone of Delta's own, which counts."""
@@ -537,6 +571,7 @@ class Ledger:
             "unevicted_bytes": sum(r.nbytes for r in records if r.handles and r.kind is not Kind.PARAMETER),
             "leaving_bytes": sum(r.nbytes for r in records if r.host is Host.LEAVING),
             "handles": sum(r.handles for r in records),
+            "left_over": sum(r.handles for r in records if r.saved_at < 0),
         }
         for name, value in totals.items():
             if getattr(self, name) != value:

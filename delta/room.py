@@ -90,16 +90,19 @@ class Room:
         return [*awaits, *self.make(max(0, rise) - awaited, now_ns)]
 
     def _await_out(self, over_bytes: int) -> tuple[list[AwaitOut], int]:
-        """Wait for copies out until that much less is resident; returns what is over still."""
+        """Wait for copies out until that much less is resident, by those alone that free their bytes at once; returns
+        what is over when all have."""
         out: list[AwaitOut] = []
         if over_bytes <= 0 or not self._ledger.leaving_bytes:
             return out, over_bytes
         leaving = [rec for rec in self._ledger.records.values() if rec.host is Host.LEAVING]
         # What the program still uses would stay when its copy is whole: wait for the others first.
         leaving.sort(key=lambda rec: rec.saved_at not in self._learner.log.loose_at)
+        over_now_bytes = over_bytes
         for rec in leaving:
-            if over_bytes > 0:
+            if over_now_bytes > 0:
                 over_bytes -= rec.nbytes
+                over_now_bytes -= 0 if self._floats(rec) else rec.nbytes
                 out.append(AwaitOut(rec.id))
         return out, over_bytes
 

@@ -162,7 +162,7 @@ class Core:
                     self.run(self.engine.storage_gone(record))
                 else:
                     if self._untimed:
-                        self._time_ops(wait=self.engine.ledger.handles == 1)  # the step is about to be learned from
+                        self._time_ops(wait=self.engine.ledger.own_handles == 1)  # the step is about to be learned from
                     self.run(self.engine.unsaved(record, time.perf_counter_ns()))
                     self._step_ended()
         finally:
@@ -251,7 +251,7 @@ class Core:
         """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""
         if self.watch.count:
             return True
-        return not self.engine.ledger.handles and self.may_watch and self.engine.may_only_watch
+        return not self.engine.learner.in_step and self.may_watch and self.engine.may_only_watch
 
     def watched_too_much(self) -> bool:
         """Whether what is watched is over the limit."""
@@ -261,13 +261,26 @@ class Core:
         if budget.device_bytes is not None:
             return self.device.used_bytes() > budget.device_bytes - budget.reserve_bytes
         limit = self.engine.limit_bytes
-        return limit is not None and self.watch.resident_bytes > limit
+        return limit is not None and self.engine.ledger.resident_bytes + self.watch.resident_bytes > limit
 
     def watched_step(self, peak_bytes: int, began_ns: int) -> None:
         """A step that was only watched has ended."""
         with self:
             self._step_began_ns = began_ns
             self.engine.watched_step(peak_bytes)
+            self._step_ended()
+
+    def forward_again(self) -> None:
+        """Backward has asked for something, and now something is made or saved: if outside of backward, what is still
+        saved may be left over from a step that has ended."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self.watch.count:
+            self.watch.forward_again()
+            return
+        with self:
+            self._time_ops(wait=True)  # the step may be about to be learned from
+            self.run(self.engine.forward_again(time.perf_counter_ns()))
             self._step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
@@ -311,7 +324,7 @@ class Core:
 
     def fetch(self, handle: int) -> torch.UntypedStorage:
         """The storage a handle stands for, brought back if need be and ready for the current stream."""
-        self.run(self.engine.need(handle, time.perf_counter_ns()))
+        self.run(self.engine.need(handle, time.perf_counter_ns(), torch._C._current_graph_task_id() != -1))
         try:
             record = self.engine.ledger.resolve(handle)
             if not self.engine.ledger[record].held:
@@ -458,8 +471,12 @@ class Core:
         if not finished:
             return
         ended_ns = time.perf_counter_ns()
-        for slot in self.slots.values():
-            slot.recipe = slot.seen = None
+        records = self.engine.ledger.records
+        for record, slot in self.slots.items():
+            if records[record].op is None:
+                slot.recipe = None
+            if not records[record].users:
+                slot.seen = None
         for step in finished:
             self.emit(
                 "step",

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from delta.errors import StorageModifiedError
-from delta.runtime.versions import counter_of, over
+from delta.learner import ANY_LOOK
+from delta.runtime.versions import counter_of, over, without_graph
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
 from delta.types import Look
@@ -30,7 +31,7 @@ class Passed:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = without_graph(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
 
 
@@ -60,6 +61,8 @@ class Hooks:
         core = self._core
         if not self._wanted(tensor):
             return Passed(tensor)
+        if core.engine.step_ends.needed:
+            core.forward_again()
         if core.watching():
             watched = core.watch.pack(tensor)
             if core.watch.count == 1:
@@ -77,7 +80,7 @@ class Hooks:
         core = self._core
         view = View.of(tensor)
         signature = hash((view.size, view.stride, view.dtype, tensor.untyped_storage().nbytes()))
-        look = Look(hash((len(view.size), view.dtype)), view.size)
+        look = Look(hash((len(view.size), view.dtype)), view.size) if core.engine.looks else ANY_LOOK
         with core.entered():
             record = core.saved(tensor, signature, look)
         return Handle(core, record, view, counter_of(tensor), version)
@@ -97,6 +100,7 @@ class Hooks:
         if type(packed) is Watched:
             if packed.taken is None:
                 assert packed.tensor is not None
+                packed.watch.need(packed)
                 return _unchanged(packed.tensor, packed.version)
             packed = packed.taken
         assert type(packed) is Handle
@@ -114,7 +118,7 @@ class Hooks:
             return False
         if tensor.dtype is torch.bool and tensor.numel() == 1:
             return False
-        return not self._core.persistent.holds(tensor)
+        return not self._core.persistent.holds(tensor, saved=True)
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:

@@ -1,20 +1,23 @@
 """Which storages belong to parameters and buffers: never counted, never evicted.
 
 Autograd saves `weight.t()`, a plain tensor, for a linear layer, so parameters are recognised by storage (rule 2).
-Without a model at hand, every `nn.Module` the garbage collector knows is asked for its parameters and buffers. Those of
-a wrapper subclass (a DTensor) are its inner tensors. Weights that FSDP gathers are here today and gone tomorrow: they
-are `refilled`.
+Without a model at hand, every `nn.Module` the garbage collector knows is asked for its parameters and buffers. Modules
+made later tell of themselves when they register a buffer, and are asked at the next save, when they have been moved to
+their device. Parameters and buffers of a wrapper subclass (a DTensor) are its inner tensors. Weights that FSDP gathers
+are here today and gone tomorrow: they are `refilled`.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from delta.runtime.sharded import gathered_weights, is_flat, may_be_sharded
@@ -29,9 +32,22 @@ class Persistent:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._refilled: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._searched = False
+        self._new: list[weakref.ref[nn.Module]] = []  # have registered buffers since the search
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is a parameter's or a buffer's."""
+    @contextmanager
+    def new_modules(self) -> Iterator[None]:
+        """Hear of the buffers that are registered meanwhile."""
+        handle = register_module_buffer_registration_hook(self._registered)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        self._new.append(weakref.ref(module))
+
+    def holds(self, tensor: Tensor, saved: bool = False) -> bool:
+        """Whether the tensor's storage is a parameter's or a buffer's; `saved`: and a module has run on it."""
         base = tensor._base  # of `weight.t()`: knows also the parameters of a model that was made after the search
         parameter = tensor if base is None else base
         if type(parameter) is not Tensor and isinstance(parameter, nn.Parameter):
@@ -41,6 +57,9 @@ class Persistent:
         if not self._searched:
             self._searched = True
             self._collect()
+        if saved and self._new:
+            new, self._new = self._new, []
+            self._add_all({id(module): module for ref in new if (module := ref()) is not None}.values())
         return self._has(tensor)
 
     def refilled(self, tensor: Tensor) -> bool:
@@ -67,13 +86,16 @@ class Persistent:
         modules: Iterable[nn.Module]
         # `type(...)` is asked rather than the object: a lazy proxy must not be woken up by a search.
         modules = model.modules() if model is not None else _all_modules()
+        self._add_all(modules)
+        self._note_gathered()
+
+    def _add_all(self, modules: Iterable[nn.Module]) -> None:
         self._known = {key: ref for key, ref in self._known.items() if ref() is not None}
         for module in modules:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     for part in _parts(tensor):
                         self._add(part)
-        self._note_gathered()
 
     def _add(self, tensor: Tensor, to: dict[int, weakref.ref[torch.UntypedStorage]] | None = None) -> None:
         storage = tensor.untyped_storage()

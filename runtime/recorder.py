@@ -52,6 +52,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         backward = torch._C._current_graph_task_id() != -1
         if not backward and torch.is_grad_enabled():
+            if self._core.engine.step_ends.needed:
+                self._core.forward_again()
             match self._way(func):
                 case Way.RECORD:
                     return self._record(func, facts, args, kwargs)

@@ -186,6 +186,7 @@ class evict(ContextDecorator):
         if model is not None and (timeline.active or any(rule.module for rule in self.policy.rules)):
             stack.enter_context(ModuleNames(core, model))
         stack.enter_context(AnnouncedWrites(core))
+        stack.enter_context(core.persistent.new_modules())
         stack.enter_context(no_replicas())
         hooks = Hooks(core)
         if self._trace is not None:

@@ -25,6 +25,16 @@ def over(counter: Tensor, data: Tensor) -> Tensor:
     return alias
 
 
+def without_graph(tensor: Tensor) -> Tensor:
+    """The tensor without the node that made it, which may be the one that saves it: neither would ever die."""
+    if tensor.is_leaf:
+        return tensor
+    if type(tensor) is not Tensor:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
 @cache
 def _nothing(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)

@@ -12,7 +12,10 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+from delta.runtime.versions import without_graph
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -22,14 +25,15 @@ if TYPE_CHECKING:
 class Watched:
     """A saved tensor that is only counted, until `taken` says that the core looks after it."""
 
-    __slots__ = ("__weakref__", "key", "nbytes", "taken", "tensor", "version", "watch")
+    __slots__ = ("__weakref__", "key", "nbytes", "stretch", "taken", "tensor", "version", "watch")
 
-    def __init__(self, watch: Watch, tensor: Tensor, key: int, nbytes: int) -> None:
+    def __init__(self, watch: Watch, tensor: Tensor, key: int, nbytes: int, stretch: int) -> None:
         self.watch = watch
-        self.tensor: Tensor | None = tensor
+        self.tensor: Tensor | None = without_graph(tensor)
         self.version = tensor._version
         self.key = key
         self.nbytes = nbytes
+        self.stretch = stretch
         self.taken: Handle | None = None
 
     def __del__(self) -> None:
@@ -41,23 +45,25 @@ class Watch:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._ends = core.engine.step_ends
+        self._first = 0  # stretch of the step under way
         self._lock = threading.RLock()
         self._users: dict[int, int] = {}  # storage -> live saved tensors on it
         self._handles: list[weakref.ref[Watched]] = []
         self._began_ns = 0
         self.resident_bytes = 0
         self.peak_bytes = 0
-        self.count = 0
+        self.count = 0  # saved tensors of the step under way
 
     def pack(self, tensor: Tensor) -> Watched:
         """Count a saved tensor."""
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        watched = Watched(self, tensor, key, nbytes)
+        watched = Watched(self, tensor, key, nbytes, self._ends.stretch)
         with self._lock:
             if not self.count:
                 self._began_ns = time.perf_counter_ns()
-                self.peak_bytes = 0
+                self.peak_bytes = self.resident_bytes
             self.count += 1
             users = self._users.get(key, 0)
             self._users[key] = users + 1
@@ -65,7 +71,7 @@ class Watch:
                 self.resident_bytes += nbytes
                 if self.resident_bytes > self.peak_bytes:
                     self.peak_bytes = self.resident_bytes
-        self._handles.append(weakref.ref(watched))
+            self._handles.append(weakref.ref(watched))
         return watched
 
     def died(self, watched: Watched) -> None:
@@ -73,12 +79,25 @@ class Watch:
         if watched.taken is not None:
             return
         with self._lock:
-            self._uncount(watched)
-            ended = self.count == 0
+            ended = self._uncount(watched) and self.count == 0
             if ended:
-                self._handles.clear()
+                self._forget_dead()
         if ended:  # not under the lock: the core takes its own first and this one second
             self._core.watched_step(self.peak_bytes, self._began_ns)
+
+    def need(self, watched: Watched) -> None:
+        """Somebody asks for a saved tensor."""
+        if torch._C._current_graph_task_id() != -1:
+            self._ends.need(watched.stretch)
+
+    def forward_again(self) -> None:
+        """Forward goes on after backward has asked for something: what is still saved may be left over."""
+        with self._lock:
+            if not self._ends.forward():
+                return
+            self._first, self.count = self._ends.stretch, 0
+            self._forget_dead()
+        self._core.watched_step(self.peak_bytes, self._began_ns)
 
     def hand_over(self) -> list[Watched]:
         """All that is watched now, in the order it was saved; it is counted here no longer."""
@@ -89,11 +108,17 @@ class Watch:
                 self._uncount(watched)
         return alive
 
-    def _uncount(self, watched: Watched) -> None:
-        self.count -= 1
+    def _forget_dead(self) -> None:
+        self._handles = [ref for ref in self._handles if ref() is not None] if self._users else []
+
+    def _uncount(self, watched: Watched) -> bool:
+        """Whether it was saved in the step under way."""
+        own = watched.stretch >= self._first
+        self.count -= own
         users = self._users[watched.key] - 1
         if users:
             self._users[watched.key] = users
         else:
             del self._users[watched.key]
             self.resident_bytes -= watched.nbytes
+        return own

@@ -44,7 +44,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(64, 32)
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, activation="gelu", batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, 5)
 
     def forward(self, tokens: Tensor) -> Tensor:

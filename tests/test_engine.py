@@ -8,6 +8,9 @@ from toy import LINK, Toy
 
 from delta.budget import Budget
 from delta.errors import BudgetError
+from delta.learner import Profile
+from delta.planner import Plan
+from delta.planner.steplog import Moves, build_graph
 from delta.types import (
     Action,
     AwaitOut,
@@ -211,6 +214,22 @@ def test_copies_that_are_under_way_are_waited_for_first():
     forward(toy, 1, start=1)
     toy.engine.budget.activations = Bytes(100)
     assert toy._do(toy.engine.pressure(30)) == [AwaitOut(1), Drop(1, Action.SWAP)]
+
+
+@pytest.mark.parametrize(("loose", "awaited"), [((), [1, 2]), ((2,), [2])])
+def test_a_copy_out_of_what_the_program_still_uses_frees_nothing_now(loose, awaited):
+    """200 bytes are on their way out, and 50 have to go. Which of them the program lets go of first nobody knows."""
+    toy = Toy(250, SWAP)
+    toy.source(0, 10)
+    for k in (1, 2):
+        toy.op(k, 100, [k - 1])
+    toy.slow = True
+    toy.save(1, 10)
+    toy.save(2, 20)
+    toy._do(toy.engine.rescue(25))
+    assert toy.leaving == [1, 2]
+    toy.let_go(*loose)
+    assert [i.record for i in toy.engine.allocating(100, 30) if isinstance(i, AwaitOut)] == awaited
 
 
 def test_small_storages_are_never_evicted():
@@ -636,6 +655,59 @@ def test_a_planned_copy_back_starts_where_the_plan_says():
         started = [i.record for i in toy.need(record, 1050 + 10 * position) if isinstance(i, SwapIn)]
         assert started == [11 + order for order in plan.prefetch.get(position, ())]
         toy.unsave(record)
+
+
+def rehearsed(toy: Toy, moves: dict[int, Moves]) -> None:
+    """From here on the step under way follows a rehearsal."""
+    count = len(toy.engine.learner.log.saves)
+    nothing = (0,) * count
+    plan = Plan((Action.KEEP,) * count, {}, ((),) * count, nothing, nothing, nothing, 0, 0, 0, moves=moves)
+    graph = build_graph(toy.engine.learner.log, 0)
+    toy.engine.learner.current = Profile((), graph, 0, {}, 1.0, plan)
+    toy.engine.learner.mode = Mode.PLANNED
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_source_without_handles_goes_where_that_was_rehearsed(follows):
+    """2 was dropped, and is made from 1, which is needed for nothing else: a rehearsal has counted it as gone."""
+    toy = Toy(1000, RECOMPUTE)
+    forward(toy, 2)
+    toy.let_go(1, 2)
+    toy._do(toy.engine._room.carry_out(toy.engine.ledger[2], Action.RECOMPUTE, 30, wait=True))
+    toy.engine.ledger.hold(0)
+    toy.mine.add(0)
+    if follows:
+        rehearsed(toy, {9: Moves()})
+    assert toy.unsave(1) == ([Release(1)] if follows else [])
+    toy.use(2, 40)
+    assert toy.replayed == ([1, 2] if follows else [2])
+
+
+def test_a_rehearsed_copy_back_waits_until_there_is_room():
+    """Limit 250: 1 and 2 are on the host. Both are to come back after the first turn, when 3 and 4 are resident; 2 fits
+    when 4 has gone, 1 when 3 has."""
+    toy = Toy(250, SWAP, announced=True)
+    forward(toy, 4)
+    toy.let_go(4)
+    assert toy.mine == {3, 4}
+    rehearsed(toy, {0: Moves(coming=(1, 0))})
+    assert [[i for i in toy.use(record, 50) if isinstance(i, SwapIn)] for record in (4, 3, 2)] == [
+        [],
+        [SwapIn(2)],
+        [SwapIn(1)],
+    ]
+
+
+def test_a_copy_back_counts_in_the_peak_from_its_beginning():
+    toy = Toy(250, SWAP)
+    forward(toy, 3)
+    toy.let_go(3)
+    ledger = toy.engine.ledger
+    ledger.restart_peaks()
+    assert toy.engine.need(2, 40) == [SwapIn(2)]
+    assert ledger.peak_resident_bytes == 100, "what gives it room may still have to go"
+    toy.engine.coming()
+    assert ledger.peak_resident_bytes == 200
 
 
 def test_a_step_that_fits_is_idle_afterwards():

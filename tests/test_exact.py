@@ -8,7 +8,7 @@ import delta
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS = 20
+STEPS = 10  # observed, twice refined, tightened as often as a plan may be, and steps after that
 
 
 @pytest.fixture(scope="module")

@@ -382,6 +382,18 @@ def test_buffers_are_never_counted():
     assert run.report().unevicted_peak_activation_bytes == BATCH * 8 * 4
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_buffers_of_a_model_made_inside_the_block_are_recognised_as_well(given):
+    """After the search; and moving a module gives it other buffers than those it has registered."""
+    first = nn.BatchNorm1d(8).eval()
+    with delta.evict(first if given else None, activations=10**9, device="chaos:0") as run:
+        first(torch.randn(BATCH, 8, requires_grad=True)).sum().backward()
+        second = nn.BatchNorm1d(8).to(torch.float64).eval()
+        second(torch.randn(BATCH, 8, requires_grad=True, dtype=torch.float64)).sum().backward()
+    assert run.report().unevicted_peak_activation_bytes == BATCH * 8 * 8
+    assert not torch.nn.modules.module._global_buffer_registration_hooks
+
+
 def test_tied_weights_and_views_of_parameters_are_parameters():
     table = nn.Embedding(10, 8)
     with delta.evict(activations=10**9, device="chaos:0") as run:

@@ -7,6 +7,7 @@ from builders import an_op
 
 from delta.learner import AIM, REFINEMENTS, TIGHTENINGS, Learner, refine
 from delta.planner import Plan, StepGraph
+from delta.planner.steplog import Moves
 from delta.types import Action, Kind, Mode
 
 OBSERVE, IDLE, PLANNED = Mode.OBSERVE, Mode.IDLE, Mode.PLANNED
@@ -241,6 +242,22 @@ def test_a_profile_is_refined_so_often_and_no_more(learner, planner):
     for _ in range(REFINEMENTS + 4):
         step(learner, "abc")
     assert len(planner.asked) == 1 + REFINEMENTS
+
+
+def test_a_rehearsed_plan_is_made_again_only_for_other_ops(learner):
+    """A rehearsal takes long, and what it says happens: with the same ops it would say the same."""
+    asked = []
+
+    def rehearse(graph, limit_bytes, forced):
+        asked.append(graph.ops)
+        return replace(plan_of([Action.SWAP] * len(graph.saved)), moves={0: Moves()})
+
+    learner.make_plan = rehearse
+    step(learner, "abc", cost_ns=5)
+    step(learner, "abc", cost_ns=5)
+    assert len(asked) == 1
+    step(learner, "abc", cost_ns=4)
+    assert [op.cost_ns for op in asked[-1]] == [4, 4, 4] and len(asked) == 2
 
 
 def test_only_recorded_steps_refine(learner, planner):

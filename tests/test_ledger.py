@@ -516,11 +516,55 @@ def test_cut_drops_recipes_and_forgets():
     ledger.validate()
 
 
-def test_a_step_is_not_cut_while_handles_live():
-    ledger = a_ledger([1])
+def test_what_is_saved_when_a_step_is_cut_is_left_over():
+    ledger = a_chain([1] * 3)
+    ledger.save(1, 0)
+    ledger.save(1, 0)
+    ledger.save(2, 1)
+    ledger.hold(1)
+    ledger.cut()
+    ledger.validate()
+    assert (ledger.handles, ledger.own_handles) == (3, 0)
+    ledger.save(2, 0)  # again, in the next step: both its handles are of that step now
+    ledger.validate()
+    assert (ledger.handles, ledger.own_handles) == (4, 2)
+    ledger.unsave(1)
+    assert (ledger.handles, ledger.own_handles) == (3, 2)
+    ledger.unsave(2)
+    assert (ledger.handles, ledger.own_handles) == (2, 1)
+    ledger.validate()
+
+
+def test_a_cut_keeps_the_recipes_of_what_is_missing_and_left_over():
+    """0 -> 1 -> ... -> 5. Of the saved 2, 4 and 5, 4 is missing; it is made from 2, which is held."""
+    ledger = a_chain([1] * 6)
+    for order, record in enumerate((2, 4, 5)):
+        ledger.save(record, order)
+        ledger.hold(record)
+    dropped(ledger, 1, 3, 4)
+    ledger.cut()
+    ledger.validate()
+    assert sorted(ledger.ops) == [102, 103], "the ops that make 3 and 4"
+    assert ledger.recoverable(4) and not ledger.recoverable(2)
+    ledger.unsave(4)
+    assert ledger.forget_dead([4]) == ([4, 3], [])
+    ledger.validate()
+    assert not ledger.ops
+
+
+def test_a_handle_left_over_follows_its_bytes_to_the_version_it_was_taken_on():
+    ledger = a_ledger([1, 1])
     ledger.save(0, 0)
-    with pytest.raises(LedgerError, match="1 handles are alive"):
-        ledger.cut()
+    ledger.supersede(0, 1)
+    ledger.cut()
+    assert ledger.resolve(0) == 1
+    ledger.create(2, 1, Kind.ACTIVATION)
+    ledger.supersede(1, 2)
+    ledger.validate()
+    assert (ledger.resolve(0), ledger.own_handles) == (2, 0)
+    ledger.unsave(2)
+    ledger.cut()
+    assert ledger.resolve(0) == 0, "nobody holds a handle on it any more"
 
 
 # -- validate ---------------------------------------------------------------------------------------------------------
@@ -538,7 +582,7 @@ def a_busy_ledger() -> Ledger:
     return ledger
 
 
-@pytest.mark.parametrize("total", ["resident_bytes", "unevicted_bytes", "leaving_bytes", "handles"])
+@pytest.mark.parametrize("total", ["resident_bytes", "unevicted_bytes", "leaving_bytes", "handles", "left_over"])
 @pytest.mark.parametrize("by", [1, -1])
 def test_validate_sees_a_wrong_total(total, by):
     ledger = a_busy_ledger()
@@ -582,6 +626,7 @@ def pins_below_zero(ledger):
 def handles_below_zero(ledger):
     ledger[0].handles = -1
     ledger.handles -= 1
+    ledger.left_over -= 1
     ledger.unevicted_bytes += 1  # a record with any number of handles but 0 counts
 
 

@@ -83,15 +83,21 @@ def storage_bytes(things) -> int:
     return sum(found.values())
 
 
-def numbers(program: Program, look=lambda values: None, change=None) -> list[torch.Tensor]:
-    """Every number of a few training steps. `change`: another program for the last but one."""
+def numbers(program: Program, look=lambda values: None, change=None, aside=None) -> list[torch.Tensor]:
+    """Every number of a few training steps. `change`: another program for the last but one. `aside`: another program
+    for a second output, which is in the next but one step's loss, or in none."""
     torch.manual_seed(0)
     weights = Weights()
     found = []
+    kept: list[torch.Tensor] = []
     for step in range(STEPS):
         given = torch.randn(ROWS, COLUMNS, requires_grad=True)
         chosen = change if change is not None and step == STEPS - 2 else program
         loss = loss_of(chosen, weights, given, look)
+        if aside is not None:
+            kept.append(loss_of(aside, weights, given, look))
+        if len(kept) == 3:
+            loss = loss + kept[0]
         loss.backward()
         found += [loss.detach(), given.grad, *(p.grad.clone() for p in weights.parameters() if p.grad is not None)]
         weights.zero_grad()
@@ -144,6 +150,17 @@ def test_another_program_in_between_changes_nothing(program, change, policy, bud
     with block(policy, budget, seed):
         evicted = numbers(program, change=change)
     assert_same(plain, evicted)
+
+
+@examples(20)
+@given(programs(15), programs(10), st.sampled_from(POLICIES), shares, seeds)
+def test_what_outlives_backward_changes_nothing(program, aside, policy, budget, seed):
+    plain = numbers(program, aside=aside)
+    with block(policy, budget, seed) as run:
+        evicted = numbers(program, aside=aside)
+    assert_same(plain, evicted)
+    ledger = run._core.engine.ledger
+    assert (ledger.handles, ledger.resident_bytes, run._core.device.host_bytes()) == (0, 0, 0)
 
 
 @examples(30)

@@ -10,6 +10,7 @@ import pytest
 from builders import a_policy
 from logs import Log, chain, random_net, residual_net
 
+from delta.engine import Engine
 from delta.planner import registry
 from delta.planner.away import Away
 from delta.planner.foresight import foresee
@@ -18,6 +19,7 @@ from delta.planner.search import rehearse
 from delta.planner.steplog import Moves
 from delta.planner.timetable import Timetable
 from delta.planner.turns import Turn, turns_of
+from delta.simulate.player import Player
 from delta.simulate.simulation import simulate
 from delta.trace import read
 from delta.types import Action, Link
@@ -220,3 +222,23 @@ def test_what_is_away_is_told_by_its_next_use():
     assert not away.is_used_after(4, 0.0), "it is here"
     away.remove(7)
     assert away.soonest(9) == [(20.0, 5), (40.0, 3)]
+
+
+def test_the_engine_knows_of_every_copy_that_has_ended_when_the_next_ones_begin(tmp_path, monkeypatch):
+    """Else a copy that has ended would still take room, and a copy back would wait for nothing."""
+    ended, prefetch = [], Engine.prefetch
+    play = Player.step
+
+    def watched(player):
+        def checked(now_ns):
+            ended.append([each for each in (*player._going.values(), *player._coming.values()) if each <= now_ns])
+            return prefetch(player.engine, now_ns)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(player.engine, "prefetch", checked)
+            play(player)
+
+    monkeypatch.setattr(Player, "step", watched)
+    for trace in nets(tmp_path):
+        simulate(trace, DELTA, Share(0.5), LINKS[1])
+    assert len(ended) > 100 and not any(ended)

@@ -166,7 +166,7 @@ def test_a_trace_is_of_the_program_whatever_is_evicted(name: str, policy: str, d
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(derandomize=True, max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs(20), evict=st.sampled_from(EVICTING))
 def test_random_programs(program: Program, evict: tuple[str, str], tmp_path: Path) -> None:
     make = program_step(program)

@@ -1,5 +1,7 @@
 """Idle mode: steps that fit are only watched, and a batch larger than any before is still held."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -71,3 +73,14 @@ def test_a_watched_tensor_changed_in_place_is_told():
         y.add_(1)
         with pytest.raises(delta.StorageModifiedError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("size", [4, 0])
+def test_an_output_that_is_saved_and_dropped_dies(size):
+    """Tanh saves its result, whose graph has tanh in it. Nothing is saved of an empty one: it is passed through."""
+    with delta.evict(device="cpu") as run:
+        y = torch.randn(size, requires_grad=True).tanh()
+        dies = weakref.ref(y.untyped_storage())
+        del y
+        assert dies() is None
+        assert run._core.watch.resident_bytes == 0

@@ -46,11 +46,12 @@ class Toy:
         actions: Iterable[str] = ("keep", "swap", "recompute"),
         link: Link = LINK,
         layout: Layout | None = None,
+        announced: bool = False,
         **sections: Any,
     ) -> None:
         budget = limit if isinstance(limit, Budget) else Budget(activations=Bytes(limit))
         policy = a_policy(**{"director": {"actions": list(actions)}} | sections)
-        self.engine = Engine(policy, budget, link, layout=layout)
+        self.engine = Engine(policy, budget, link, announced, layout)
         self.engine.recording(True)
         self.now = 0
         self.program: set[int] = set()
@@ -100,7 +101,7 @@ class Toy:
         """Backward asks for a record: all of `need`, replays included, up to `served` and the prefetch after it.
         `maker_asks`: a stand-in is enough."""
         self.now = at
-        done = self._do(self.engine.need(record, at))
+        done = self._do(self.engine.need(record, at, in_backward=True))
         now = self.engine.ledger.resolve(record)
         stood_in = maker_asks and now in self.encoded
         if stood_in:
@@ -123,6 +124,11 @@ class Toy:
     def use(self, record: int, at: int, maker_asks: bool = False) -> list[Instruction]:
         """Needed, and done with."""
         return self.need(record, at, maker_asks) + self.unsave(record)
+
+    def forward_again(self, at: int) -> list[Instruction]:
+        """Something is made or saved outside of backward."""
+        self.now = at
+        return self._do(self.engine.forward_again(at)) if self.engine.step_ends.needed else []
 
     def copy_ends(self, record: int) -> list[Instruction]:
         """A copy out or back has ended."""
