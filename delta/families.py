@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from delta.config import PlannerConfig
+from delta.headroom import Beside
 from delta.learner import KINDS, ROOMIER, Learner, Profile
 from delta.planner.estimate import Dims
 from delta.planner.family import Expectation, Family
@@ -137,6 +138,7 @@ class FamilyLearner(Learner):
         limit_bytes: int | None,
         fitted: bool,
         forced: Mapping[int, Action],
+        beside: Beside,
     ) -> None:
         family, expected = self._family, self._expected
         if not self.log.needs:

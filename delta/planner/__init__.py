@@ -3,11 +3,12 @@
 from delta.planner.forecast import Forecast, forecast
 from delta.planner.foresight import foresee
 from delta.planner.greedy import plan_step
-from delta.planner.registry import FEEDBACK, PLANNERS
+from delta.planner.registry import BY_POSITION, FEEDBACK, PLANNERS
 from delta.planner.steplog import Plan, StepGraph, StepLog
 from delta.planner.task import Planner, Task
 
 __all__ = [
+    "BY_POSITION",
     "FEEDBACK",
     "PLANNERS",
     "Forecast",

@@ -48,4 +48,6 @@ PLANNERS: dict[str, Planner] = {
     "optimal-checkpoint": optimal_checkpoint,
     "capuchin": capuchin,
 }
+# Planners to which what is beside saved storages tells itself by position, in the graph.
+BY_POSITION = frozenset({"profile", "monet"})
 FEEDBACK: dict[str, Feedback] = {"capuchin": sooner}

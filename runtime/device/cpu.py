@@ -15,7 +15,7 @@ from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, 
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Listeners, Rates, WallClock, limit_bytes
 from delta.runtime.extents import Extent
-from delta.runtime.rawmem import AlignedBuffer, ResidentMeter, drop_pages, sole_owner, trim_heap
+from delta.runtime.rawmem import AlignedBuffer, ResidentMeter, drop_pages, heap_bytes, sole_owner, trim_heap
 from delta.runtime.spill import SpillFile
 
 _PROBE_BYTES = 4 * 2**20
@@ -43,12 +43,20 @@ class CpuDevice:
         self._clock = WallClock()
         self._meter = ResidentMeter()
         self._drops_pages = False
+        self._beside_heap_bytes: int | None = None  # resident when nothing was merely kept
 
     def capacity_bytes(self) -> int:
         return int(psutil.virtual_memory().total)
 
     def used_bytes(self) -> int:
         return self._meter.read_bytes()
+
+    def in_use(self) -> tuple[int, int]:
+        """The heap says what it has given out; all that is resident beside it is there to stay."""
+        resident, given_out = self._meter.read_bytes(), heap_bytes()
+        if given_out is not None and self._beside_heap_bytes is not None:
+            resident = min(resident, given_out + self._beside_heap_bytes)
+        return resident, resident
 
     def memory_blocks(self) -> None:
         """The heap is not ours to look into."""
@@ -102,9 +110,13 @@ class CpuDevice:
 
     def trim(self) -> None:
         trim_heap()
+        given_out = heap_bytes()
+        self._beside_heap_bytes = None if given_out is None else max(0, self._meter.read_bytes() - given_out)
 
     def cap(self, budget_bytes: int | None) -> None:
         self._drops_pages = budget_bytes is not None
+        if self._drops_pages:
+            self.trim()
 
     def on_transfer(self, callback: Callable[[], None]) -> None:
         self._listeners.add(callback)
