@@ -152,6 +152,11 @@ class Engine:
         if self._headroom is not None:
             self._headroom.looked(now_bytes, peak_bytes)
 
+    @property
+    def working_bytes(self) -> int:
+        """What the program may take and give back before the next look."""
+        return self._headroom.working_bytes if self._headroom is not None else 0
+
     def settled(self, now_bytes: int) -> None:
         """After Delta's own work for a need, the device has this much in use."""
         if self._headroom is not None:

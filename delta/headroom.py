@@ -31,9 +31,10 @@ class Track:
         self.levels.append(level_bytes)
         self.working.append(0)
 
-    def reached(self, nbytes: int) -> None:
-        """So much was in use since the last position began."""
+    def reached(self, nbytes: int) -> int:
+        """So much was in use since the last position began; returns its working set."""
         self.working[-1] = max(self.working[-1], nbytes - self.levels[-1])
+        return self.working[-1]
 
     def after(self, earlier: Track) -> Track:
         """What to expect of the next step: the levels of the last one, and the largest working sets of both, since
@@ -72,6 +73,7 @@ class HeadRoom:
         self.peak_bytes = 0  # of the device, in this step
         self._at: Track | None = None  # of the position reached last
         self._drift_bytes = 0  # by which the level is higher than was learned
+        self._working_bytes = 0  # the largest working set so far
 
     # -- measuring ------------------------------------------------------------------------------------------------
     def looked(self, now_bytes: int, peak_bytes: int) -> None:
@@ -81,7 +83,8 @@ class HeadRoom:
         if self._at is not None:
             # Saved tensors die while backward goes on: the peak may have been before that. In forward none do.
             backward = self._at is self.measured.needs
-            self._at.reached(peak_bytes - (self._resident_bytes if backward else resident_bytes))
+            working_bytes = self._at.reached(peak_bytes - (self._resident_bytes if backward else resident_bytes))
+            self._working_bytes = max(self._working_bytes, working_bytes)
         self._level(now_bytes, resident_bytes)
 
     def settled(self, now_bytes: int) -> None:
@@ -126,6 +129,15 @@ class HeadRoom:
     def at_next_save_bytes(self) -> int | None:
         """... at the next save. At the last one, from here on."""
         return self._most(False, 1) if self._at is self.measured.saves else self.here_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """The working set of what runs next: as learned, else the largest of the step so far."""
+        if self._learner.plan is None or self._at is None:
+            return self._working_bytes
+        known = self._learner.beside.needs if self._at is self.measured.needs else self._learner.beside.saves
+        position = len(self._at.levels) - 1  # a look comes before it moves on
+        return max(known.working[position : position + 2], default=0)
 
     def until_need(self, position: int) -> int | None:
         """The most that the program needs from here on until a need has been served."""

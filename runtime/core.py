@@ -55,6 +55,9 @@ from delta.types import (
 )
 
 
+KEPT_BYTES = 4 * 2**20  # by the allocator, which are worth being asked for
+
+
 def _nothing() -> None:
     """Stands for the recorder's switch where no recorder is."""
 
@@ -440,10 +443,11 @@ class Core:
             return
         now, peak = device.in_use()
         used = device.used_bytes() if device.hoards else now
+        # What the allocator merely keeps is neither an activation nor in use, and the next op may not fit into it.
+        if used - now > KEPT_BYTES and used + self.engine.working_bytes > budget.whole_bytes:
+            device.trim()
+            used = device.used_bytes()
         if used > budget.whole_bytes:
-            if device.hoards:  # what the allocator merely keeps is neither an activation nor in use
-                device.trim()
-                used = device.used_bytes()
             now = max(now, used)
         self.peak_device_bytes = max(self.peak_device_bytes, used)
         if own:

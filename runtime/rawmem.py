@@ -14,6 +14,7 @@ import ctypes
 import functools
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Callable
 from typing import cast
@@ -88,6 +89,11 @@ class ResidentMeter:
         if self._closer is not None:
             self._closer()
             self._closer = None
+
+
+def peak_resident_bytes() -> int:
+    """The most that was ever resident in this process, as Linux counts it (in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @functools.cache
