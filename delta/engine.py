@@ -177,15 +177,12 @@ class Engine:
         return self._make_for_more_of(op, now_ns)
 
     def _make_for_more_of(self, op: OpInfo, now_ns: int) -> list[Instruction]:
-        """Where no plan tells what comes: an op made a storage larger than any before, which may be saved now, or be
-        read by an op whose result of the same size is. Have room for one more, before it counts."""
+        """Where no plan tells what comes: an op made a storage larger than any saved so far, which may be saved now,
+        or be read by an op whose result of the same size is. Have room for one, before it counts."""
         if self._announced or not self.learner.in_step or self.learner.plan is not None:
             return []
         made_bytes = max((self.ledger[record].nbytes for record in op.outputs), default=0)
-        if made_bytes <= self._largest_bytes:
-            return []
-        self._largest_bytes = made_bytes
-        return self._room.make(made_bytes, now_ns, guess=True)
+        return self._room.make(made_bytes, now_ns, guess=True) if made_bytes > self._largest_bytes else []
 
     def op_timed(self, op: int, cost_ns: int) -> None:
         """How long an op took, where the device tells it only later."""

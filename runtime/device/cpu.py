@@ -15,7 +15,15 @@ from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, 
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Listeners, Rates, WallClock, limit_bytes
 from delta.runtime.extents import Extent
-from delta.runtime.rawmem import AlignedBuffer, ResidentMeter, drop_pages, heap_bytes, peak_resident_bytes, sole_owner, trim_heap
+from delta.runtime.rawmem import (
+    AlignedBuffer,
+    ResidentMeter,
+    drop_pages,
+    heap_bytes,
+    peak_resident_bytes,
+    sole_owner,
+    trim_heap,
+)
 from delta.runtime.spill import SpillFile
 
 _PROBE_BYTES = 4 * 2**20
