@@ -54,7 +54,6 @@ from delta.types import (
     SwapOut,
 )
 
-
 KEPT_BYTES = 4 * 2**20  # by the allocator, which are worth being asked for
 
 
