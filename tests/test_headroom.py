@@ -1,8 +1,12 @@
 """A budget on the device, of which what ops need beside saved activations is kept free where they need it."""
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from toy import Toy
@@ -14,6 +18,7 @@ from delta.learner import Learner, Profile
 from delta.ledger import Ledger
 from delta.planner import StepLog, plan_step
 from delta.planner.steplog import build_graph
+from delta.runtime.rawmem import heap_bytes
 from delta.types import Action, Kind, Link, Mode, SwapIn
 
 BASE = 1000  # parameters and the like
@@ -266,3 +271,15 @@ def test_only_what_is_over_the_budget_is_kept_free_where_nothing_is_known():
 def test_beside_of_two_steps():
     one, two = Beside(Track([1], [3]), Track([2], [0])), Beside(Track([4], [1]), Track([5], [6]))
     assert two.after(one) == Beside(Track([4], [3]), Track([5], [6]))
+
+
+# -- a real process -----------------------------------------------------------------------------------
+@pytest.mark.skipif(heap_bytes() is None or not Path("/proc/self/clear_refs").exists(), reason="needs Linux and glibc")
+def test_a_process_stays_within_its_budget_once_the_step_is_known():
+    """Measured by Linux. The first step meets an op that takes 48 MiB at once, of which nobody knew: it is told of."""
+    command = [sys.executable, str(Path(__file__).with_name("device_budget_worker.py")), str(230 * 2**20), "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    told = json.loads(done.stdout)
+    assert told["evictions"] > 0
+    assert max(told["peaks"][2:]) <= engine.MISSED * told["budget"]
+    assert told["warnings"] or told["peaks"][0] <= engine.MISSED * told["budget"]
