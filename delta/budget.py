@@ -2,7 +2,8 @@
 
 Three forms (design, section 3): a number of activation bytes; a share of what the step would hold if nothing were
 evicted, which is a share of what has been saved so far until a whole step has been seen; or the bytes the process may
-use in all, where what is not an activation is measured and taken off.
+use in all, where what is not an activation is measured and taken off: what the position in the step is known to take
+(`headroom`), else the most that was seen lately.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ class Budget:
         """A step used at most this much of the device: what was taken for others and left unused is given back, most
         of it at a time, since the peak between two looks is not seen."""
         if self.device_bytes is not None and used_bytes:
-            spare_bytes = self.device_bytes - self.reserve_bytes - used_bytes
+            spare_bytes = self.whole_bytes - used_bytes
             self.other_bytes = max(0, self.other_bytes - int(max(0, spare_bytes) * RETURNED))
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of a device budget: what may be in use in all."""
+        assert self.device_bytes is not None
+        return self.device_bytes - self.reserve_bytes
 
     @property
     def unlimited(self) -> bool:
@@ -44,13 +51,13 @@ class Budget:
     def is_share(self) -> bool:
         return isinstance(self.activations, Share)
 
-    def limit_bytes(self, unevicted_peak_bytes: int) -> int | None:
-        """The limit now, given the unevicted peak as far as it is known. None: no limit."""
+    def limit_bytes(self, unevicted_peak_bytes: int, beside_bytes: int | None = None) -> int | None:
+        """The limit now, given the unevicted peak as far as it is known, and what a device needs `beside_bytes` counted
+        activations; None: not known. Returns None where there is no limit."""
         if self.unlimited:
             return None
         if isinstance(self.activations, Share):
             return int(self.activations.fraction * unevicted_peak_bytes)
         if isinstance(self.activations, Bytes):
             return self.activations.nbytes
-        assert self.device_bytes is not None
-        return max(0, self.device_bytes - self.reserve_bytes - self.other_bytes)
+        return max(0, self.whole_bytes - (self.other_bytes if beside_bytes is None else beside_bytes))

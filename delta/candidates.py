@@ -40,12 +40,14 @@ class Candidates:
         self._host_full = False
         self._stuck: set[int] = set()  # cannot be replayed after all
         self._passed: set[int] = set()  # would free nothing now
+        self._used: set[int] = set()  # ... nor would these, while backward or the program uses them
         self._victims = self._ranked()
 
     def new_step(self) -> None:
         """Forget what is only true within one step."""
         self._costs.clear()
         self.makers.clear()
+        self._used.clear()
         if self._victims is not None:
             self._victims.clear()
 
@@ -65,6 +67,7 @@ class Candidates:
             rec.held
             and not rec.pins
             and rec.id not in self._passed
+            and rec.id not in self._used
             and rec.kind is Kind.ACTIVATION
             and not rec.being_encoded
             and rec.host in (Host.NONE, Host.WHOLE)
@@ -118,6 +121,12 @@ class Candidates:
         self._ledger.touched |= self._stuck | self._passed
         self._stuck.clear()
         self._passed.clear()
+
+    def still_used(self, records: Iterable[int]) -> None:
+        """Others than Delta use the storages of these, and of no other records: letting go would free nothing."""
+        used = set(records)
+        self._ledger.touched |= used ^ self._used
+        self._used = used
 
     def missing(self, rec: Record) -> None:
         """The record's bytes are gone."""

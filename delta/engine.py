@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 
 from delta.budget import Budget
 from delta.config import Policy
@@ -21,10 +22,11 @@ from delta.costs import LinkQueue
 from delta.descent import Descent
 from delta.errors import BudgetError
 from delta.families import FamilyLearner
+from delta.headroom import HeadRoom
 from delta.layout import Layout
-from delta.learner import AIM, ANY_LOOK, Learner
+from delta.learner import AIM, ANY_LOOK, NOTHING, Learner
 from delta.ledger import Host, Ledger, Record
-from delta.planner import BESIDE, FEEDBACK, PLANNERS, Plan, StepGraph, Task
+from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.recall import Recall
 from delta.room import Room
 from delta.routine import Routine
@@ -89,14 +91,20 @@ class Engine:
         self.learner.selective = not policy.rules  # they ask for the names of ops
         if policy.planner.kind in FEEDBACK:
             self.learner.heed_late = self._heed_late
-        self._room = Room(policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced)
+        self._headroom = HeadRoom(budget, self.ledger, self.learner) if budget.device_bytes is not None else None
+        self._by_position = self._headroom if policy.planner.kind in BY_POSITION else None
+        self._room = Room(
+            policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced, self._by_position
+        )
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
         self.step_ends = StepEnds()
         self._largest_bytes = 0
         self._lost_ns = 0
         self._plans_made = 0
-        self._open_tasks: list[Task] = []  # planned at once, worth a longer search; the last one planned last
+        self._open_tasks: list[
+            tuple[Task, int]
+        ] = []  # with the bytes it aims at; planned at once, worth a longer search; the last one planned last
         self._position = 0  # needs of this step that plans have been followed for
         self._failed: BudgetError | None = None
         self._recording = False
@@ -147,18 +155,43 @@ class Engine:
         """Compute stood still this long for Delta's sake: taken out of the step's net times."""
         self._lost_ns += ns
 
+    # -- what the device has in use, under a budget on it -----------------------------------------------------------
+    def looked(self, now_bytes: int, peak_bytes: int) -> None:
+        """Before an event: the device has `now_bytes` in use, and had up to `peak_bytes` since the last look."""
+        if self._headroom is not None:
+            self._headroom.looked(now_bytes, peak_bytes)
+
+    @property
+    def working_bytes(self) -> int:
+        """What the program may take and give back before the next look."""
+        return self._headroom.working_bytes if self._headroom is not None else 0
+
+    def settled(self, now_bytes: int) -> None:
+        """After Delta's own work for a need, the device has this much in use."""
+        if self._headroom is not None:
+            self._headroom.settled(now_bytes)
+
     # -- forward --------------------------------------------------------------------------------------------------
     def created(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
         """A storage was seen for the first time."""
         self.ledger.create(record, nbytes, kind, now_ns)
 
-    def op_ran(self, op: OpInfo, module: str = "") -> None:
+    def op_ran(self, op: OpInfo, now_ns: int, module: str = "") -> list[Instruction]:
         """An op was recorded; all its records have been created."""
         self.ledger.add_op(op)
         for output in op.outputs:
             self._room.candidates.makers[output] = (op.name, module)
         records = [self.ledger[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
+        return self._make_for_more_of(op, now_ns)
+
+    def _make_for_more_of(self, op: OpInfo, now_ns: int) -> list[Instruction]:
+        """Where no plan tells what comes: an op made a storage larger than any saved so far, which may be saved now,
+        or be read by an op whose result of the same size is. Have room for one, before it counts."""
+        if self._announced or not self.learner.in_step or self.learner.plan is not None:
+            return []
+        made_bytes = max((self.ledger[record].nbytes for record in op.outputs), default=0)
+        return self._room.make(made_bytes, now_ns, guess=True) if made_bytes > self._largest_bytes else []
 
     def called(self, call: object, made: bool) -> None:
         """An op of forward ran, and has been recorded. `call`: what the runtime knows it by; `made`: it was the last
@@ -211,6 +244,8 @@ class Engine:
         if not self.learner.given_up:
             self._recall.by_order.append(record)
         self.learner.saved(record, rec.nbytes, rec.kind, now_ns - self._lost_ns)
+        if self._headroom is not None:
+            self._headroom.saved()
         if rec.encoding is not None:
             self.learner.encodable(record, rec.encoding)
         if rec.kind is Kind.PARAMETER:
@@ -302,6 +337,12 @@ class Engine:
         return self._bury([record])
 
     # -- backward -------------------------------------------------------------------------------------------------
+    def still_used(self, records: Collection[int]) -> None:
+        """In backward: storages that it has been given and uses still, or that the program has never let go of (a
+        batch). Letting go of them would free nothing."""
+        self._room.candidates.still_used(records)
+        self.learner.still_used({self.ledger[record].saved_at for record in records if record in self.ledger})
+
     def need(self, handle: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
         """Somebody asks for the record of a handle, `in_backward` or looking. It stays pinned until `served`."""
         rec = self.ledger[self.ledger.resolve(handle)]
@@ -312,7 +353,10 @@ class Engine:
             return []
         if self.learner.in_step and rec.saved_at >= 0:
             self.learner.needed(rec.saved_at, now_ns - self._lost_ns)
-        return self._recall.bring(rec, now_ns)
+        if self._headroom is None:
+            return self._recall.bring(rec, now_ns)
+        self._headroom.needed()
+        return self._room.make(0, now_ns) + self._recall.bring(rec, now_ns)
 
     def served(self, handle: int) -> list[Instruction]:
         """The value was handed to backward."""
@@ -576,18 +620,26 @@ class Engine:
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
         self._tell_shortage(summary.peak_bytes)
         plans_before, began_ns = self._plans_made, self._clock()
+        peak_bytes, limit, beside = summary.peak_bytes, self.budget.limit_bytes, NOTHING
+        if self._by_position is not None:
+            peak_bytes, beside = self._by_position.peak_bytes, self._by_position.measured
+            limit = partial(self.budget.limit_bytes, beside_bytes=0)
         if whole:
             self.learner.end(
                 now_ns - self._lost_ns,
-                summary.peak_bytes,
+                peak_bytes,
                 summary.unevicted_peak_bytes,
-                self.budget.limit_bytes,
+                limit,
                 self._room.evicted,
                 self._forced(),
                 self._room.strayed,
+                beside,
             )
         else:
             self.learner.abandon()
+        if self._headroom is not None:
+            self.budget.step_used(self._headroom.peak_bytes)
+            self._headroom.new_step()
         if self._plans_made > plans_before:
             self.totals.planned(True, self._clock() - began_ns)
         out = self._let_go_idle(*ledger.cut())
@@ -598,11 +650,14 @@ class Engine:
         return out
 
     def _tell_shortage(self, peak_bytes: int) -> None:
-        """Warn, or get ready to raise, if the step that ended was over its limit by more than its rounding."""
-        shortage = self._room.shortage
+        """Warn, or get ready to raise, if the step that ended was over its limit by more than its rounding. A share is
+        known only now."""
         limit = self.limit_bytes
-        if shortage is None or limit is None or peak_bytes <= MISSED * limit:
+        if self._headroom is not None:
+            peak_bytes, limit = self._headroom.peak_bytes, self.budget.device_bytes
+        if limit is None or peak_bytes <= MISSED * limit:
             return
+        shortage = self._room.shortage_of(limit, peak_bytes)
         if self.policy.budget.strict:
             self._failed = BudgetError(str(shortage))
         else:
@@ -640,17 +695,18 @@ class Engine:
         """What a longer search (`BESIDE`) may find a better plan for, outside of the engine; None if nothing is open.
 
         The same task as long as it is worth the search: once its kind of step has been planned anew, it is not."""
-        tasks, planned_as = self._open_tasks, self.learner.planned_as
-        while tasks and planned_as(tasks[-1].graph, tasks[-1].limit_bytes) is None:
+        tasks = self._open_tasks
+        while tasks and self.learner.planned_as(tasks[-1][0].graph, tasks[-1][1]) is None:
             tasks.pop()
-        return tasks[-1] if tasks else None
+        return tasks[-1][0] if tasks else None
 
     def search_ended(self, task: Task, plan: Plan | None) -> None:
         """The search for an open task is over. A plan it found is followed from the next step on.
 
         To be told between two steps. An answer to what is not asked any more is left."""
-        self._open_tasks = [other for other in self._open_tasks if other is not task]
-        profile = self.learner.planned_as(task.graph, task.limit_bytes)
+        ended = [aim_bytes for other, aim_bytes in self._open_tasks if other is task]
+        self._open_tasks = [(other, aim_bytes) for other, aim_bytes in self._open_tasks if other is not task]
+        profile = self.learner.planned_as(task.graph, ended[0]) if ended else None
         if profile is not None and plan is not None:
             self.learner.follow(profile, plan)
 
@@ -658,6 +714,9 @@ class Engine:
         self._plans_made += 1
         policy, kind = self.policy, self.policy.planner.kind
         known = () if self._announced else self.learner.actions_for(graph)
+        aim_bytes = limit_bytes
+        if self._by_position is not None and not graph.beside_saves:
+            limit_bytes = max(0, limit_bytes - self.budget.other_bytes)
         task = Task(
             graph,
             limit_bytes,
@@ -670,7 +729,8 @@ class Engine:
         )
         plan = PLANNERS[kind](task)
         if kind in BESIDE and not self._announced and not plan.idle:
-            self._open_tasks = [*(other for other in self._open_tasks if other.graph is not graph), task]
+            others = (other for other in self._open_tasks if other[0].graph is not graph)
+            self._open_tasks = [*others, (task, aim_bytes)]
         return plan
 
     def _heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from delta.config import PlannerConfig
+from delta.headroom import Beside
 from delta.learner import KINDS, ROOMIER, Learner, Profile
 from delta.planner.estimate import Dims
 from delta.planner.family import Expectation, Family
@@ -138,6 +139,7 @@ class FamilyLearner(Learner):
         fitted: bool,
         forced: Mapping[int, Action],
         steady: bool,
+        beside: Beside,
     ) -> None:
         family, expected = self._family, self._expected
         if not self.log.needs:

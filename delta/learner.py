@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
 from delta.routine import Call, Routine, ways_of
 from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
@@ -22,7 +23,9 @@ KINDS = 64  # kinds of step remembered, the least recently used forgotten first
 ROOMIER = 1.05  # ... or when the limit has grown by this (a device budget follows what else is in use)
 LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
+MOVED = 0.01  # ... or when what is in use beside counted activations has grown by this share of the limit
 ANY_LOOK = Look()
+NOTHING = Beside()
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
 HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
@@ -44,9 +47,12 @@ class Profile:
     relaxed: int = 0
     planned_for_bytes: int = 0  # the limit at the last planning
     aim_bytes: int = 0  # what the plan was allowed to take
+    planned_graph: StepGraph | None = None  # what the plan was made from
     calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
     ways: bytes | None = None  # how they are recorded from now on; None: all of them are
     then: Profile | None = None  # the kind of step that came after the last one of this kind
+    beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
+    planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
 
 
 @dataclass(slots=True)
@@ -91,6 +97,21 @@ class Learner:
     @property
     def plan(self) -> Plan | None:
         return self.current.plan if self.current is not None and self.mode is Mode.PLANNED else None
+
+    @property
+    def beside(self) -> Beside:
+        """What steps of this kind used beside counted activations, as far as it is known."""
+        return self.current.beside if self.current is not None else NOTHING
+
+    @property
+    def beside_saves(self) -> tuple[int, ...]:
+        """The most of it, by save order."""
+        return self.current.graph.beside_saves if self.current is not None else ()
+
+    @property
+    def beside_needs(self) -> tuple[int, ...]:
+        """... by need."""
+        return self.current.graph.beside_needs if self.current is not None else ()
 
     @property
     def known_peak_bytes(self) -> int:
@@ -220,6 +241,11 @@ class Learner:
         if not self.log.needs and not self.given_up:
             self.log.loose_at.setdefault(order, len(self.log.saves))
 
+    def still_used(self, orders: set[int]) -> None:
+        """Before a need: the program or backward uses the storages of these save orders."""
+        log = self.log
+        log.kept = orders if not log.needs else log.kept & orders
+
     def needed(self, order: int, now_ns: int) -> None:
         if self.given_up:
             return
@@ -254,17 +280,19 @@ class Learner:
         evicted: bool,
         forced: Mapping[int, Action],
         strayed: bool = False,
+        beside: Beside = NOTHING,
     ) -> None:
         """The last handle died. Learns from the step and plans the next one like it. `strayed`: something was evicted
-        that the plan had not named."""
+        that the plan had not named. With what it used `beside` counted activations, peak and limit are those of the
+        device."""
         if self.given_up:
             self._reset()
             return
         self.log.end_ns = now_ns - (self.began_ns or 0)
         limit_bytes = limit(unevicted_peak_bytes)
-        fitted = limit_bytes is None or (not evicted and unevicted_peak_bytes <= limit_bytes)
+        fitted = limit_bytes is None or (not evicted and max(unevicted_peak_bytes, peak_bytes) <= limit_bytes)
         steady = not strayed and (limit_bytes is None or peak_bytes <= limit_bytes)
-        self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced, steady)
+        self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced, steady, beside)
         self._reset()
 
     def _learn(
@@ -275,11 +303,12 @@ class Learner:
         fitted: bool,
         forced: Mapping[int, Action],
         steady: bool,
+        beside: Beside,
     ) -> None:
         log, profile = self.log, self._profile_of_step()
         if profile is None and log.needs and (self.recorded or fitted):
-            graph = build_graph(log, self.min_bytes)
-            profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim)
+            graph = with_beside(build_graph(log, self.min_bytes), beside)
+            profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim, beside=beside)
             profile.calls = tuple(log.calls)
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]
@@ -291,7 +320,7 @@ class Learner:
             self.profiles.remove(profile)
             self.profiles.insert(0, profile)
             known = profile.plan
-            self._review(profile, peak_bytes, limit_bytes, fitted)
+            self._review(profile, peak_bytes, limit_bytes, beside)
             profile.ways = self._ways(profile) if steady and profile.plan is known else None
         self._expect(profile)
 
@@ -320,7 +349,8 @@ class Learner:
 
     def planned_as(self, graph: StepGraph, aim_bytes: int) -> Profile | None:
         """The kind of step that is planned for just this, if there is one still."""
-        return next((p for p in self.profiles if p.graph is graph and p.plan and p.aim_bytes == aim_bytes), None)
+        planned = (p for p in self.profiles if p.planned_graph is graph and p.aim_bytes == aim_bytes)
+        return next((profile for profile in planned if profile.plan is not None), None)
 
     def follow(self, profile: Profile, plan: Plan) -> None:
         """Steps of this kind go by another plan from here on: what it replays has to be recorded."""
@@ -353,9 +383,11 @@ class Learner:
         elif self.make_plan is not None:
             profile.planned_for_bytes = limit_bytes
             profile.aim_bytes = int(max(0, limit_bytes - self.standing_bytes) * profile.squeeze)
+            profile.planned_graph = profile.graph
+            profile.planned_beside = profile.graph.beside_saves + profile.graph.beside_needs
             profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)
 
-    def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, fitted: bool) -> None:
+    def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, beside: Beside) -> None:
         """A step like one before: better op times, and a tighter plan if its peak was over the limit."""
         if profile.idle or limit_bytes is None:
             return
@@ -366,17 +398,39 @@ class Learner:
             known, profile.graph = profile.graph, refine(profile.graph, build_graph(self.log, self.min_bytes))
             profile.calls = tuple(self.log.calls)
             again = not exact or profile.graph.ops != known.ops
-        if peak_bytes > limit_bytes and not exact and profile.tightened < TIGHTENINGS:
+        rise_bytes, fall_bytes = self._beside_moved(profile, beside)
+        if rise_bytes > MOVED * limit_bytes and profile.tightened < TIGHTENINGS:
+            profile.tightened += 1
+            again = True
+        elif peak_bytes > limit_bytes and not exact and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             profile.squeeze = max(0.9, profile.squeeze * limit_bytes / peak_bytes)
             again = True
-        if limit_bytes > ROOMIER * profile.planned_for_bytes and profile.relaxed < TIGHTENINGS:
+        room_bytes = limit_bytes + fall_bytes
+        if room_bytes > ROOMIER * profile.planned_for_bytes and profile.relaxed < TIGHTENINGS:
             profile.relaxed += 1
             again = True
         if again:
             self._plan(profile, limit_bytes, fitted=False)
         if self.late and self.heed_late is not None and profile.plan is not None:
             profile.plan = self.heed_late(profile.plan, profile.graph, self.late)
+
+    def _beside_moved(self, profile: Profile, beside: Beside) -> tuple[int, int]:
+        """Take in what the step used beside counted activations; by how much that is more than at the last planning at
+        any position, and less at its worst one."""
+        if self.recorded and beside.needs.levels:
+            profile.beside = beside.after(profile.beside)
+        profile.graph = with_beside(profile.graph, profile.beside)
+        now, then = profile.graph.beside_saves + profile.graph.beside_needs, profile.planned_beside
+        rise_bytes = max((fresh - known for fresh, known in zip(now, then, strict=False)), default=0)
+        return rise_bytes, max(then, default=0) - max(now, default=0)
+
+
+def with_beside(graph: StepGraph, beside: Beside) -> StepGraph:
+    """The graph with what its step used beside counted activations; as it is, where nobody measured that."""
+    if len(beside.saves.levels) != len(graph.saved) or len(beside.needs.levels) != len(graph.needs):
+        return graph
+    return replace(graph, beside_saves=beside.saves.most_bytes, beside_needs=beside.needs.most_bytes)
 
 
 def refine(old: StepGraph, new: StepGraph) -> StepGraph:

@@ -72,7 +72,7 @@ class Recall:
                 continue
             if rec.alive:  # somebody else still has it: nothing to copy
                 out += self.bring(rec, now_ns)
-            elif self._fits(rec.nbytes, window):
+            elif self._fits(order, rec.nbytes, window):
                 out.append(self.swap_in(rec, now_ns))
             else:
                 waiting.append(order)
@@ -92,18 +92,19 @@ class Recall:
                 continue
             if rec.alive:  # it has not gone yet
                 out += self.bring(rec, now_ns)
-            elif self._fits(rec.nbytes - going_bytes, "auto"):
+            elif self._fits(order, rec.nbytes - going_bytes, "auto"):
                 out.append(self.swap_in(rec, now_ns))
             else:
                 waiting.append(order)
         self._late = waiting
         return out
 
-    def _fits(self, nbytes: int, window: int | Literal["auto"]) -> bool:
+    def _fits(self, order: int, nbytes: int, window: int | Literal["auto"]) -> bool:
+        """Whether a copy back may begin: it takes no room that an op needs before it is used."""
         coming = sum(r.nbytes for r in self._ledger.records.values() if r.host is Host.COMING)
         if window != "auto" and coming + nbytes > window:
             return False
-        limit = self._room.limit_bytes
+        limit = self._room.limit_until(order)
         return limit is None or self._ledger.resident_bytes + nbytes <= limit
 
     def _next_swapped(self) -> list[int]:

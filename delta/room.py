@@ -14,6 +14,7 @@ from delta.config import Policy
 from delta.costs import LinkQueue
 from delta.errors import BudgetError
 from delta.following import Following
+from delta.headroom import HeadRoom
 from delta.layout import Area, Layout, Place
 from delta.learner import Learner
 from delta.ledger import Host, Ledger, Record
@@ -36,24 +37,39 @@ class Room:
         totals: Totals,
         layout: Layout | None = None,
         announced: bool = False,
+        headroom: HeadRoom | None = None,
     ) -> None:
         """`announced`: only Delta refers to storages, so what it lets go of is free at once. `layout`: None where the
-        device has no addresses; then storages go one by one, whatever the policy says."""
+        device has no addresses; then storages go one by one, whatever the policy says. `headroom`: where the budget is
+        one on the device, and plans are made for positions."""
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
         self._announced = announced
+        self._headroom = headroom
         self._layout = layout if policy.filter.choose == "window" else None
         self.candidates = Candidates(policy, ledger, queue, learner)
         self.following = Following(ledger, learner, self.candidates, self.carry_out)
         self.evicted = False  # something was evicted in this step
         self.strayed = False  # ... that no plan had named
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
-        self.shortage: Shortage | None = None  # the worst of this step
+        self._worst: Shortage | None = None  # of this step
 
     @property
     def limit_bytes(self) -> int | None:
         """Bytes of saved activations that may be resident now; None: as many as there are."""
-        return self._budget.limit_bytes(max(self._ledger.peak_unevicted_bytes, self._learner.known_peak_bytes))
+        return self._limit(self._headroom.here_bytes if self._headroom is not None else None)
+
+    def limit_until(self, order: int) -> int | None:
+        """The limit for what stays until a storage, by save order, is used next: no op until then may want for room."""
+        plan, headroom = self._learner.plan, self._headroom
+        if headroom is None or plan is None:
+            return self.limit_bytes
+        position = self._learner.position
+        return self._limit(headroom.until_need(next((need for need in plan.next_needs[order] if need >= position), 0)))
+
+    def _limit(self, beside_bytes: int | None) -> int | None:
+        peak_bytes = max(self._ledger.peak_unevicted_bytes, self._learner.known_peak_bytes)
+        return self._budget.limit_bytes(peak_bytes, beside_bytes)
 
     def new_step(self) -> None:
         """Forget what is only true within one step."""
@@ -61,7 +77,7 @@ class Room:
         self.following.new_step()
         self._encoded_bytes = 0
         self.evicted = self.strayed = False
-        self.shortage = None
+        self._worst = None
 
     def offer(self, rec: Record, encoding: Encoding) -> None:
         """The record may be kept in this form."""
@@ -81,7 +97,7 @@ class Room:
         told; copies out that are late by then are waited for as if nothing else would go."""
         if order + 1 >= len(plan.saved_bytes):
             return self.make(0, now_ns)
-        limit = self.limit_bytes
+        limit = self._limit(self._headroom.at_next_save_bytes if self._headroom is not None else None)
         awaits: list[AwaitOut] = []
         if limit is not None:
             awaits, _ = self._await_out(self._ledger.resident_bytes + plan.saved_bytes[order + 1] - limit)
@@ -117,6 +133,8 @@ class Room:
             return []
         if over > 0:
             self._learner.surprise()
+        if over > extra_bytes:  # resident already
+            self._note(self._ledger.resident_bytes, 0)
         out, over = self.following.in_turn(over, now_ns)
         if over + spare <= 0:
             return out
@@ -223,16 +241,35 @@ class Room:
         """Nothing more can go and it still does not fit. What the program itself still uses may go by itself soon, so
         only the rest is an error at once; whether the budget was really missed is known when the step has ended."""
         limit = self.limit_bytes
-        firm = not self._budget.is_share or self._learner.known_peak_bytes or self._learner.log.needs
-        if limit is None or not firm:
+        if limit is None:
             return
+        self._note(limit + over_bytes, coming_bytes)
+        # A share of what has been saved so far is less than it will be when the step has been seen whole.
+        firm = not self._budget.is_share or self._learner.known_peak_bytes or self._learner.log.needs
+        if firm and self._policy.budget.strict:
+            records = self._ledger.records.values()
+            if over_bytes > sum(rec.nbytes for rec in records if rec.counted and not rec.held):
+                raise BudgetError(str(self._shortage(limit, limit + over_bytes, coming_bytes)))
+
+    def _note(self, needed_bytes: int, coming_bytes: int) -> None:
+        """Remember the worst moment of the step, for the case that its peak turns out to be over the limit."""
+        limit = self.limit_bytes or 0
+        worst = self._worst
+        if worst is None or needed_bytes - limit > worst.over_bytes or needed_bytes > worst.needed_bytes:
+            self._worst = self._shortage(limit, needed_bytes, coming_bytes)
+
+    def _shortage(self, limit_bytes: int, needed_bytes: int, coming_bytes: int) -> Shortage:
         records = self._ledger.records.values()
-        floating_bytes = sum(rec.nbytes for rec in records if rec.counted and not rec.held)
-        shortage = Shortage(limit, limit + over_bytes, parts_of(records, coming_bytes, self._policy.filter.min_bytes))
-        if self._policy.budget.strict and over_bytes > floating_bytes:
-            raise BudgetError(str(shortage))
-        if self.shortage is None or shortage.over_bytes > self.shortage.over_bytes:
-            self.shortage = shortage
+        return Shortage(limit_bytes, needed_bytes, parts_of(records, coming_bytes, self._policy.filter.min_bytes))
+
+    def shortage_of(self, limit_bytes: int, peak_bytes: int) -> Shortage:
+        """What to say of a step that was over the limit: its worst moment that is known."""
+        if self._budget.device_bytes is not None:
+            parts = "saved activations that had to stay, and what ops made beside them"
+            return self._worst or Shortage(limit_bytes, peak_bytes, parts, "the device")
+        if self._worst is not None and self._worst.needed_bytes > limit_bytes:
+            return replace(self._worst, limit_bytes=limit_bytes)
+        return Shortage(limit_bytes, peak_bytes, "what a replay or a copy back made while something else had to stay")
 
 
 def _taken(place: Place) -> Place:

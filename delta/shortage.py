@@ -17,6 +17,7 @@ class Shortage:
     limit_bytes: int
     needed_bytes: int
     parts: str
+    on: str = "saved activations"  # what the limit is for
 
     @property
     def over_bytes(self) -> int:
@@ -24,7 +25,7 @@ class Shortage:
 
     def __str__(self) -> str:
         return (
-            f"the budget of {format_bytes(self.limit_bytes)} for saved activations cannot be held: "
+            f"the budget of {format_bytes(self.limit_bytes)} for {self.on} cannot be held: "
             f"{format_bytes(self.needed_bytes)} have to be resident at once, made up of {self.parts}. "
             "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, "
             "filter.min_bytes)."

@@ -55,6 +55,8 @@ from delta.types import (
     SwapOut,
 )
 
+KEPT_BYTES = 4 * 2**20  # by the allocator, which are worth being asked for
+
 
 def _nothing() -> None:
     """Stands for the recorder's switch where no recorder is."""
@@ -96,9 +98,10 @@ class Core:
         self._owner = 0
         self._entered_ns = 0
         self._excluded_ns = 0
-        self._attached: list[int] = []  # saved in this step and still used by the program when last looked at
+        self._attached: list[int] = []  # saved in this step, and used by others than Delta when last looked at
         self._step_began_ns = 0
-        self._step_used_bytes = 0
+        # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
+        self._looks_at_ops = engine.budget.device_bytes is not None and device.hoards
         self._warned = 0
 
     def next_id(self) -> int:
@@ -217,9 +220,11 @@ class Core:
         for record in op.outputs:
             self.slots[record].recipe = recipe
         cost_ns = self.clock.elapsed_ns(token)
-        self.engine.op_ran(replace(op, cost_ns=cost_ns or 0), self.module)
+        self.run(self.engine.op_ran(replace(op, cost_ns=cost_ns or 0), time.perf_counter_ns(), self.module))
         if cost_ns is None:
             self._untimed.append((op.id, token))
+        if self._looks_at_ops:
+            self._look()
 
     def _time_ops(self, wait: bool) -> None:
         """Tell the engine the times the device has by now; with `wait`, all that are missing."""
@@ -296,7 +301,7 @@ class Core:
         now_ns = time.perf_counter_ns()
         if begins:
             self._step_began_ns = now_ns
-        self._measure()
+        self._look()
         if self._untimed:
             self._time_ops(wait=False)
         self._note_loose()
@@ -310,13 +315,14 @@ class Core:
         return record
 
     def _note_loose(self) -> None:
-        """Find the saved storages that the program itself has let go of since the last save."""
+        """Find the saved storages that the program itself, or backward, has let go of since this was last looked at."""
         attached = []
         for record in self._attached:
             slot = self.slots.get(record)
-            if slot is None or slot.storage is None:
-                continue  # let go of already: its death is noticed by itself
-            if sole_owner(slot.storage):
+            storage = slot.alive() if slot is not None else None
+            if slot is None or storage is None:
+                continue  # its death is noticed by itself
+            if slot.storage is not None and sole_owner(storage):
                 self.engine.loose(record)
             else:
                 attached.append(record)
@@ -324,9 +330,12 @@ class Core:
 
     def fetch(self, handle: int) -> torch.UntypedStorage:
         """The storage a handle stands for, brought back if need be and ready for the current stream."""
+        self._look()
+        self._note_loose()
+        self.engine.still_used(self._attached)
         self.run(self.engine.need(handle, time.perf_counter_ns(), torch._C._current_graph_task_id() != -1))
+        record = self.engine.ledger.resolve(handle)
         try:
-            record = self.engine.ledger.resolve(handle)
             if not self.engine.ledger[record].held:
                 if (signs := self.encoder.stand_in(record)) is not None:
                     return signs
@@ -334,8 +343,10 @@ class Core:
             return self.ready(record)
         finally:
             self.run(self.engine.served(handle))
+            if record not in self._attached:
+                self._attached.append(record)
             self.run(self.engine.prefetch(time.perf_counter_ns()))
-            self._measure()
+            self._look(own=True)
 
     def ready(self, record: int) -> torch.UntypedStorage:
         slot = self.slots[record]
@@ -367,6 +378,7 @@ class Core:
             self.oom_rescues += 1
             self.run(self.engine.rescue(time.perf_counter_ns()))
             self.device.trim()
+            self._look(own=True)
 
     def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op of the program's: for it, `inside` is False."""
@@ -452,19 +464,24 @@ class Core:
         self.spent(ended_ns - began_ns)
         self.emit("waited", record=record, start_ns=began_ns, end_ns=ended_ns, why=why)
 
-    def _measure(self) -> None:
-        """Follow what the process uses besides counted activations, for a budget on the whole device."""
-        budget = self.engine.budget
+    def _look(self, own: bool = False) -> None:
+        """Tell the engine what is in use, for a budget on the whole device; `own`: after Delta's own work."""
+        budget, device = self.engine.budget, self.device
         if budget.device_bytes is None:
             return
-        used = self.device.used_bytes()
+        now, peak = device.in_use()
+        used = device.used_bytes() if device.hoards else now
+        # What the allocator merely keeps is neither an activation nor in use, and the next op may not fit into it.
+        if used - now > KEPT_BYTES and used + self.engine.working_bytes > budget.whole_bytes:
+            device.trim()
+            used = device.used_bytes()
+        if used > budget.whole_bytes:
+            now = max(now, used)
         self.peak_device_bytes = max(self.peak_device_bytes, used)
-        if used > budget.device_bytes - budget.reserve_bytes:
-            if self.device.hoards:  # what the allocator merely keeps is neither an activation nor in use
-                self.device.trim()
-                used = self.device.used_bytes()
-            budget.other_bytes = max(budget.other_bytes, used - self.engine.ledger.resident_bytes)
-        self._step_used_bytes = max(self._step_used_bytes, used)
+        if own:
+            self.engine.settled(now)
+        else:
+            self.engine.looked(now, max(now, peak))
 
     def _step_ended(self) -> None:
         finished = self.engine.finished_steps
@@ -489,8 +506,6 @@ class Core:
             )
         finished.clear()
         self._attached.clear()
-        self.engine.budget.step_used(self._step_used_bytes)
-        self._step_used_bytes = 0
         self.timeline.flush()
 
     def sample(self) -> None:

@@ -14,8 +14,10 @@ import ctypes
 import functools
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Callable
+from typing import cast
 
 import psutil
 import torch
@@ -89,6 +91,11 @@ class ResidentMeter:
             self._closer = None
 
 
+def peak_resident_bytes() -> int:
+    """The most that was ever resident in this process, as Linux counts it (in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
@@ -101,6 +108,46 @@ def trim_heap() -> bool:
         return False
     trim(ctypes.c_size_t(0))
     return True
+
+
+class _HeapFacts(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+@functools.cache
+def _mallinfo() -> Callable[[], _HeapFacts] | None:
+    found = getattr(_libc(), "mallinfo2", None)
+    if found is None:
+        return None
+    found.restype = _HeapFacts
+    return cast(Callable[[], _HeapFacts], found)
+
+
+def heap_bytes() -> int | None:
+    """What the C library's heap has given out and not got back, in about a microsecond. None where it cannot say
+    (glibc before 2.33, other libraries), or another allocator has taken its place.
+    """
+    facts = _mallinfo()
+    if facts is None:
+        return None
+    now = facts()
+    return int(now.uordblks + now.hblkhd) or None
 
 
 def drop_pages(storage: torch.UntypedStorage) -> int:

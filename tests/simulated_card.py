@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from delta.runtime.device.accelerator import Event, Stream
+from delta.runtime.device.accelerator import Event, MemoryUse, Stream
 from delta.runtime.device.base import MemoryBlock
 from delta.runtime.host import Slab, SlabSource
 
@@ -104,6 +104,7 @@ class SimulatedCard:
     emptied: int = 0
     shared: list[str] = field(default_factory=list)
     slabs: int = 0
+    use: tuple[int, int, int] = (0, 0, 0)  # what the allocator says: bytes now, at most, ever
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -177,7 +178,10 @@ class SimulatedCard:
         self.shared.append(stream.name)
 
     def allocated_bytes(self) -> int:
-        return 12345
+        return self.use[0]
+
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse(*self.use)
 
     def total_bytes(self) -> int:
         return 2**30

@@ -17,7 +17,7 @@ from delta.errors import HostFullError, PolicyError, SwapError
 from delta.runtime.device import make_device
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.device.worker import Job, Worker
-from delta.runtime.rawmem import as_bytes
+from delta.runtime.rawmem import as_bytes, heap_bytes, peak_resident_bytes
 from delta.units import Share
 
 MIB = 2**20
@@ -230,6 +230,33 @@ def test_trim_gives_the_heap_back(device: CpuDevice) -> None:
     del tensors[::2]
     device.trim()
     assert device.used_bytes() - full < 8 * MIB
+
+
+def test_what_the_heap_merely_keeps_is_not_in_use(device: CpuDevice) -> None:
+    if heap_bytes() is None:
+        pytest.skip("the C library does not say")
+    device.cap(1)
+    del (raised := [torch.ones(7 * MIB)])[0]  # 28 MiB: smaller tensors go to the heap from now on
+    before = device.in_use()[0]
+    tensors = [torch.ones(MIB) for _ in range(16)]
+    assert 60 * MIB < device.in_use()[0] - before < 68 * MIB
+    full = device.used_bytes()
+    del tensors[::2], raised
+    assert device.used_bytes() > full - 4 * MIB  # resident still
+    assert 28 * MIB < device.in_use()[0] - before < 36 * MIB
+
+
+def test_a_peak_that_was_higher_than_any_before_is_seen(device: CpuDevice) -> None:
+    device.in_use()
+    room = max(0, peak_resident_bytes() - device.used_bytes())
+    before = device.in_use()[0]
+    for nbytes in (room + 64 * MIB, MIB):
+        tensor = torch.ones(nbytes // 4)
+        del tensor
+        now, peak = device.in_use()
+        risen = peak - before
+        assert now - before < 16 * MIB
+        assert risen > 48 * MIB if nbytes > MIB else risen < 16 * MIB
 
 
 def test_tickets_of_another_device_are_refused(device: CpuDevice) -> None:

@@ -47,6 +47,19 @@ def holds(device: CudaDevice) -> list[bool]:
     return [flight.hold is not None for flight in device._flights["in"]]
 
 
+def test_a_peak_between_two_looks_is_the_allocator_s_where_that_has_risen(card: SimulatedCard) -> None:
+    """Else it is bounded by what was in use and all that was asked for since, and by the allocator's peak. The program
+    may reset that peak at any time."""
+    card.use = (100, 500, 1000)
+    device = CudaDevice(card, HostConfig(limit=Bytes(64 * MIB)))
+    seen = []
+    for use in [(200, 600, 1400), (200, 600, 1450), (150, 600, 2450), (150, 600, 2450), (300, 400, 2800)]:
+        card.use = use
+        seen.append(device.in_use())
+    assert seen == [(200, 600), (200, 250), (150, 600), (150, 150), (300, 500)]
+    device.close()
+
+
 def test_directions_have_a_stream_each(card: SimulatedCard, device: CudaDevice) -> None:
     out = device.copy_out(filled())
     device.wait(out)

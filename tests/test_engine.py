@@ -570,6 +570,61 @@ def test_a_share_says_nothing_while_the_peak_is_not_known():
         toy.engine.pressure(41)
 
 
+def test_a_first_step_under_a_share_that_was_over_it_is_warned_of_when_the_share_is_known():
+    """Nothing can be made again: 300 of 300 bytes stay, 40 % of them may."""
+    toy = Toy(Budget(activations=Share(0.4)), RECOMPUTE)
+    for record in (1, 2, 3):
+        toy.op(record, 100, replayable=False)
+        toy.save(record, 10 * record)
+        toy.let_go(record)
+    assert toy.engine.totals.warnings == []
+    for record in (3, 2, 1):
+        toy.use(record, 50)
+    (text,) = toy.engine.totals.warnings
+    assert text.startswith("the budget of 120 B for saved activations cannot be held: 300 B have to be resident")
+
+
+def test_a_storage_larger_than_any_before_finds_room_before_it_counts():
+    """Four of 100 bytes fit under 450. When the logits (300) are there, room is made for another of their size: their
+    softmax, which is saved."""
+    toy = Toy(450, RECOMPUTE)
+    forward(toy, 4)
+    toy.let_go(1, 2, 3)
+    before = toy.engine.ledger.peak_resident_bytes
+    toy.op(5, 300, [4])
+    assert toy.engine.ledger.resident_bytes <= 150
+    toy.op(6, 300, [5])
+    toy.let_go(4, 5)
+    toy.save(6, 60)
+    assert before <= 450 and toy.engine.ledger.peak_resident_bytes <= 450
+
+
+def test_what_backward_or_the_program_still_uses_is_not_evicted_in_backward():
+    """Letting go of it would free nothing: the next one has to."""
+    toy = Toy(10_000, RECOMPUTE)
+    forward(toy, 4)
+    toy.let_go(1, 2, 3, 4)
+    toy.use(4, 50)
+    toy.engine.still_used([1])
+    toy.engine.budget.activations = Bytes(200)
+    assert toy._do(toy.engine.pressure(60)) == [Drop(2, Action.RECOMPUTE)]
+    toy.engine.still_used([])
+    toy.engine.budget.activations = Bytes(100)
+    assert Drop(1, Action.RECOMPUTE) in toy._do(toy.engine.pressure(70))
+
+
+def test_what_the_program_used_to_the_end_of_backward_is_left_out_of_the_plan():
+    """A batch in a local variable: dropping it would free nothing in the next step either."""
+    toy = Toy(150, RECOMPUTE)
+    forward(toy, 4)
+    toy.let_go(2, 3, 4)
+    for record in (4, 3, 2, 1):
+        toy.engine.still_used([1] if record > 2 else [1, 2])
+        toy.use(record, 60 - record)
+    graph = toy.engine.learner.profiles[0].graph
+    assert [graph.nodes[node].evictable for node in graph.saved] == [False, True, True, True]
+
+
 # -- kinds of budget --------------------------------------------------------------------------------------------------
 def test_a_share_is_one_of_what_was_saved_so_far():
     toy = Toy(Budget(activations=Share(0.5)), RECOMPUTE)

@@ -80,7 +80,7 @@ class Toy:
     def wrote(self, made: Iterable[int], read: Iterable[int], **more: Any) -> OpInfo:
         self._ops += 1
         op = an_op(self._ops, tuple(read), tuple(made), **more)
-        self.engine.op_ran(op)
+        self._do(self.engine.op_ran(op, self.now))
         return op
 
     def save(self, record: int, at: int, encoding: Encoding | None = None) -> list[Instruction]:

@@ -3,12 +3,13 @@
 from delta.planner.forecast import Forecast, forecast
 from delta.planner.foresight import foresee
 from delta.planner.greedy import plan_step
-from delta.planner.registry import BESIDE, FEEDBACK, PLANNERS
+from delta.planner.registry import BESIDE, BY_POSITION, FEEDBACK, PLANNERS
 from delta.planner.steplog import Plan, StepGraph, StepLog
 from delta.planner.task import Planner, Task
 
 __all__ = [
     "BESIDE",
+    "BY_POSITION",
     "FEEDBACK",
     "PLANNERS",
     "Forecast",

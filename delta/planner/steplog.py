@@ -27,6 +27,7 @@ class StepLog:
     save_ns: list[int] = field(default_factory=list)
     ops_before: list[int] = field(default_factory=list)  # ops that had run when it was saved
     loose_at: dict[int, int] = field(default_factory=dict)  # save order -> saves when the program had let go of it
+    kept: set[int] = field(default_factory=set)  # save orders that the program used before every need
     signatures: list[int] = field(default_factory=list)  # one for every pack, repeated saves included
     needs: list[tuple[int, int]] = field(default_factory=list)  # (save order, net time)
     releases: list[tuple[int, int]] = field(default_factory=list)  # (save order, number of needs before)
@@ -188,7 +189,9 @@ def _nodes(log: StepLog, index: Mapping[int, int], min_bytes: int) -> tuple[Node
             order.get(record, -1),
             producer.get(record),
             log.kinds[record] is not Kind.ACTIVATION,
-            log.kinds[record] is Kind.ACTIVATION and log.nbytes[record] >= min_bytes,
+            log.kinds[record] is Kind.ACTIVATION
+            and log.nbytes[record] >= min_bytes
+            and order.get(record, -1) not in log.kept,
             *_encoding(log.encodings.get(record)),
         )
         for record in index

@@ -165,7 +165,8 @@ class Player:
         if not replayable:
             read = olds = ()
         if made:
-            self.engine.op_ran(OpInfo(next(self._op_ids), op.name, read, made, op.cost_ns, replayable, olds))
+            told = OpInfo(next(self._op_ids), op.name, read, made, op.cost_ns, replayable, olds)
+            self._do(self.engine.op_ran(told, self._now))
 
     def _preserve(self, old: int) -> int | None:
         """Before `old` is written in place; a clone of it, if a recipe still reads it."""
@@ -198,6 +199,9 @@ class Player:
 
     def _need(self, record: int) -> None:
         """Backward has the value from here to its last read, whatever Delta does with its own reference."""
+        ledger = self.engine.ledger
+        used = (each for each in self._program | self._asked if each in ledger and ledger[each].saved_at >= 0)
+        self.engine.still_used(list(used))
         self._bring([record])
         self._asked.add(record)
         self._served([record])

@@ -123,6 +123,12 @@ class Device(Protocol):
         """In use now: the allocator's bytes (cuda), the process's resident set (cpu, chaos)."""
         ...
 
+    def in_use(self) -> tuple[int, int]:
+        """Of that, what is not merely kept by the allocator, now, and the most since this was last asked, as far as the
+        device can tell: at least what is in use now, at most what was ever.
+        """
+        ...
+
     def memory_blocks(self) -> list[MemoryBlock] | None:
         """All that the allocator has reserved, in the order of addresses; None: this device has no such order."""
         ...

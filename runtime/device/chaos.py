@@ -79,6 +79,10 @@ class ChaosDevice:
     def used_bytes(self) -> int:
         return self._meter.read_bytes()
 
+    def in_use(self) -> tuple[int, int]:
+        used = self.used_bytes()
+        return used, used
+
     def memory_blocks(self) -> None:
         """The heap is not ours to look into."""
 

@@ -15,7 +15,15 @@ from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, 
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Listeners, Rates, WallClock, limit_bytes
 from delta.runtime.extents import Extent
-from delta.runtime.rawmem import AlignedBuffer, ResidentMeter, drop_pages, sole_owner, trim_heap
+from delta.runtime.rawmem import (
+    AlignedBuffer,
+    ResidentMeter,
+    drop_pages,
+    heap_bytes,
+    peak_resident_bytes,
+    sole_owner,
+    trim_heap,
+)
 from delta.runtime.spill import SpillFile
 
 _PROBE_BYTES = 4 * 2**20
@@ -43,12 +51,26 @@ class CpuDevice:
         self._clock = WallClock()
         self._meter = ResidentMeter()
         self._drops_pages = False
+        self._beside_heap_bytes: int | None = None  # resident when nothing was merely kept
+        self._peak_bytes = peak_resident_bytes()
 
     def capacity_bytes(self) -> int:
         return int(psutil.virtual_memory().total)
 
     def used_bytes(self) -> int:
         return self._meter.read_bytes()
+
+    def in_use(self) -> tuple[int, int]:
+        """The heap says what it has given out; all that is resident beside it is there to stay. Of peaks only those
+        are seen that were higher than any before, and what the heap keeps now is taken to have been kept then.
+        """
+        resident, given_out = self._meter.read_bytes(), heap_bytes()
+        now = resident
+        if given_out is not None and self._beside_heap_bytes is not None:
+            now = min(now, given_out + self._beside_heap_bytes)
+        before, self._peak_bytes = self._peak_bytes, peak_resident_bytes()
+        peak = self._peak_bytes - (resident - now) if self._peak_bytes > before else now
+        return now, max(now, peak)
 
     def memory_blocks(self) -> None:
         """The heap is not ours to look into."""
@@ -102,9 +124,15 @@ class CpuDevice:
 
     def trim(self) -> None:
         trim_heap()
+        given_out = heap_bytes()
+        if given_out is not None:  # which may not all be resident yet: the most that was ever seen counts
+            beside_bytes = self._meter.read_bytes() - given_out
+            self._beside_heap_bytes = max(self._beside_heap_bytes or 0, beside_bytes)
 
     def cap(self, budget_bytes: int | None) -> None:
         self._drops_pages = budget_bytes is not None
+        if self._drops_pages:
+            self.trim()
 
     def on_transfer(self, callback: Callable[[], None]) -> None:
         self._listeners.add(callback)

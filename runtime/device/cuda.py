@@ -78,6 +78,7 @@ class CudaDevice:
         self._listeners = Listeners()
         self._clock = EventClock(card)
         self._capped = self._closed = False
+        self._last_use = card.memory_use()
         self._spilling = (
             None if host.spill_dir is None else _Spilling(card, host.spill_dir, self._streams, self._listeners)
         )
@@ -87,6 +88,19 @@ class CudaDevice:
 
     def used_bytes(self) -> int:
         return self._card.allocated_bytes()
+
+    def in_use(self) -> tuple[int, int]:
+        """The allocator's peak is the program's to reset, so it tells only where it has risen. Else the peak was at
+        most what was in use before and all that has been asked for since, and no higher than the allocator's.
+        """
+        before, now = self._last_use, self._card.memory_use()
+        self._last_use = now
+        if now.peak_bytes > before.peak_bytes:
+            return now.now_bytes, now.peak_bytes
+        most = before.now_bytes + now.ever_bytes - before.ever_bytes
+        if now.peak_bytes == before.peak_bytes:
+            most = min(most, now.peak_bytes)
+        return now.now_bytes, max(now.now_bytes, most)
 
     def memory_blocks(self) -> list[MemoryBlock]:
         return self._card.memory_blocks()

@@ -1,0 +1,156 @@
+"""Head-room of a device budget: what is in use beside counted activations, learned by position in the step.
+
+Parameters, gradients, what ops make and drop, workspaces: it differs from op to op, and one op with a large workspace
+is no reason to evict in the whole step. So it is measured between any two looks at the device: the *level* at every
+save and at every need, and the *working set*, the most above that level until the next one. In a step that is planned
+the room for what its position takes is kept free; in any other, for the most that was seen lately
+(`Budget.other_bytes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import add
+from typing import TYPE_CHECKING
+
+from delta.budget import Budget
+from delta.ledger import Ledger
+
+if TYPE_CHECKING:
+    from delta.learner import Learner
+
+
+@dataclass(slots=True)
+class Track:
+    """Bytes beside counted activations, by position."""
+
+    levels: list[int] = field(default_factory=list)  # when the position is reached
+    working: list[int] = field(default_factory=list)  # the most above that, until the next one
+
+    def begin(self, level_bytes: int) -> None:
+        self.levels.append(level_bytes)
+        self.working.append(0)
+
+    def reached(self, nbytes: int) -> int:
+        """So much was in use since the last position began; returns its working set."""
+        self.working[-1] = max(self.working[-1], nbytes - self.levels[-1])
+        return self.working[-1]
+
+    def after(self, earlier: Track) -> Track:
+        """What to expect of the next step: the levels of the last one, and the largest working sets of both, since
+        not each time each of them is seen."""
+        if len(earlier.working) != len(self.working):
+            return self
+        return Track(self.levels, list(map(max, self.working, earlier.working)))
+
+    @property
+    def most_bytes(self) -> tuple[int, ...]:
+        return tuple(map(add, self.levels, self.working))
+
+
+@dataclass(slots=True)
+class Beside:
+    """What one step used beside counted activations: by save order, and by need."""
+
+    saves: Track = field(default_factory=Track)
+    needs: Track = field(default_factory=Track)
+
+    def after(self, earlier: Beside) -> Beside:
+        return Beside(self.saves.after(earlier.saves), self.needs.after(earlier.needs))
+
+
+class HeadRoom:
+    """Measures the step under way, and tells what to keep free at its position. Only for a budget on the device."""
+
+    def __init__(self, budget: Budget, ledger: Ledger, learner: Learner) -> None:
+        self._budget, self._ledger, self._learner = budget, ledger, learner
+        self._level_bytes = 0
+        self._resident_bytes = 0  # counted activations at the last look
+        self.new_step()
+
+    def new_step(self) -> None:
+        self.measured = Beside()
+        self.peak_bytes = 0  # of the device, in this step
+        self._at: Track | None = None  # of the position reached last
+        self._drift_bytes = 0  # by which the level is higher than was learned
+        self._working_bytes = 0  # the largest working set so far
+
+    # -- measuring ------------------------------------------------------------------------------------------------
+    def looked(self, now_bytes: int, peak_bytes: int) -> None:
+        """The device has `now_bytes` in use, and had up to `peak_bytes` since the last look, by the program's work."""
+        resident_bytes = self._ledger.resident_bytes
+        self._used(peak_bytes, resident_bytes)
+        if self._at is not None:
+            # Saved tensors die while backward goes on: the peak may have been before that. In forward none do.
+            backward = self._at is self.measured.needs
+            working_bytes = self._at.reached(peak_bytes - (self._resident_bytes if backward else resident_bytes))
+            self._working_bytes = max(self._working_bytes, working_bytes)
+        self._level(now_bytes, resident_bytes)
+
+    def settled(self, now_bytes: int) -> None:
+        """The same after Delta's own work for a need, in which what is counted went up and down."""
+        resident_bytes = self._ledger.resident_bytes
+        self._used(now_bytes, resident_bytes)
+        self._level(now_bytes, resident_bytes)
+        if self._at is not None:
+            self._at.reached(self._level_bytes)
+
+    def _level(self, now_bytes: int, resident_bytes: int) -> None:
+        self._resident_bytes = resident_bytes
+        self._level_bytes = max(0, now_bytes - resident_bytes)
+
+    def _used(self, nbytes: int, resident_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+        if nbytes > self._budget.whole_bytes:
+            self._budget.other_bytes = max(self._budget.other_bytes, nbytes - resident_bytes)
+
+    def saved(self) -> None:
+        """The step has come to the next save."""
+        self._begin(self.measured.saves, self._learner.beside.saves)
+
+    def needed(self) -> None:
+        """The step has come to the next need."""
+        self._begin(self.measured.needs, self._learner.beside.needs)
+
+    def _begin(self, track: Track, known: Track) -> None:
+        position = len(track.levels)
+        track.begin(self._level_bytes)
+        self._at = track
+        if position < len(known.levels):
+            self._drift_bytes = max(0, self._level_bytes - known.levels[position])
+
+    # -- keeping free ---------------------------------------------------------------------------------------------
+    @property
+    def here_bytes(self) -> int | None:
+        """What the program needs from here to the next position; None where that is not known."""
+        return self._most(self._at is self.measured.needs, 0)
+
+    @property
+    def at_next_save_bytes(self) -> int | None:
+        """... at the next save. At the last one, from here on."""
+        return self._most(False, 1) if self._at is self.measured.saves else self.here_bytes
+
+    @property
+    def working_bytes(self) -> int:
+        """The working set of what runs next: as learned, else the largest of the step so far."""
+        if self._learner.plan is None or self._at is None:
+            return self._working_bytes
+        known = self._learner.beside.needs if self._at is self.measured.needs else self._learner.beside.saves
+        position = len(self._at.levels) - 1  # a look comes before it moves on
+        return max(known.working[position : position + 2], default=0)
+
+    def until_need(self, position: int) -> int | None:
+        """The most that the program needs from here on until a need has been served."""
+        if self._learner.plan is None:
+            return None
+        known = self._learner.beside_needs[max(0, len(self.measured.needs.levels) - 1) : position + 1]
+        here = self.here_bytes
+        return None if here is None else max(here, max(known, default=0) + self._drift_bytes)
+
+    def _most(self, backward: bool, ahead: int) -> int | None:
+        learner, measured = self._learner, self.measured
+        if learner.plan is None:
+            return None
+        known, track = (learner.beside_needs, measured.needs) if backward else (learner.beside_saves, measured.saves)
+        position = min(len(track.levels) - 1 + ahead, len(known) - 1)
+        return known[position] + self._drift_bytes if position >= 0 else None
