@@ -52,8 +52,8 @@ class Spec:
 
     ``mode``: ``plain``, ``delta`` (with no limit it only watches), or one of `ways`. ``model`` and ``sizes``: of the
     zoo. ``activations``: Delta's limit, and the memory budget of ``compile``. ``budget``: bytes of the device in all;
-    outside of Delta it caps the allocator (CUDA). ``overrides``: of the policy. ``autocast``: bfloat16 where autocast has it. ``trace``: a file for
-    the `TRACED_STEPS` steps after the first `SKIPPED_STEPS` (mode ``delta`` only).
+    outside of Delta it caps the allocator (CUDA). ``overrides``: of the policy. ``autocast``: bfloat16 where autocast
+    has it. ``trace``: a file for the `TRACED_STEPS` steps after the first `SKIPPED_STEPS` (mode ``delta`` only).
     """
 
     mode: str

@@ -87,9 +87,11 @@ def test_the_host_tier_is_counted_where_something_went(spill_dir: Path) -> None:
     peaks = {}
     for policy in ("swap", "recompute"):
         chosen = delta.load_policy(policy, {"filter.min_bytes": 0, "host.spill_dir": str(spill_dir)})
-        with delta.evict(model, activations="20%", policy=chosen) as run:
-            with ResidentBytes(model, run._core.device) as counted:
-                next_byte_loss(model, batches[0]).backward()
+        with (
+            delta.evict(model, activations="20%", policy=chosen) as run,
+            ResidentBytes(model, run._core.device) as counted,
+        ):
+            next_byte_loss(model, batches[0]).backward()
         peaks[policy] = counted.host_peak_bytes
         moved = run.report().swapped_out_bytes
         # Blocks of the file are a little larger than what is in them; room that was given back is used again.

@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from pydantic import BaseModel
+
+import delta
+from delta.cli import app
+from delta.config import Policy
+from delta.errors import PolicyError
+from delta.policies.loader import load
 from delta.runtime.bench.pages import (
     DEVICES,
     figures,
@@ -21,13 +28,6 @@ from delta.runtime.bench.pages import (
 )
 from delta.runtime.bench.pages import page as page_of
 from delta.runtime.pages import example, read_places
-from pydantic import BaseModel
-
-import delta
-from delta.cli import app
-from delta.config import Policy
-from delta.errors import PolicyError
-from delta.policies.loader import load
 from delta.timeline import EVENTS
 from delta.timeline.format import VERSION_KEY
 

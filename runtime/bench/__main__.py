@@ -135,7 +135,9 @@ def _measured(options: BenchOptions, timeline: Path | None, save: Path | None) -
 
 @app.command("max-batch")
 def max_batch(
-    limit: Annotated[str, typer.Option(help="The allocator's bytes on CUDA, bytes of saved activations on a CPU.")],
+    limit: Annotated[
+        str, typer.Option(help="The allocator's bytes on CUDA, bytes of saved activations on a CPU.")
+    ] = "",
     models: Annotated[str, typer.Option(help="By default the ResNets.")] = "",
     policies: Annotated[str, typer.Option(help="Delta's policies.")] = "delta",
     ways: Annotated[str, typer.Option(help="Ways of today beside them (CUDA): checkpoint, sac, ...")] = "",
