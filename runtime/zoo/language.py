@@ -37,7 +37,9 @@ def gpt2(
         use_cache=False,
         attn_implementation="eager",
     )
-    return _next_token(transformers().GPT2LMHeadModel(config), "GPT2Block", batch, seq, vocabulary, seed, varied)
+    model = transformers().GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what it takes anyway, but not without a word
+    return _next_token(model, "GPT2Block", batch, seq, vocabulary, seed, varied)
 
 
 def gpt2_varied(**sizes: int) -> Task:
