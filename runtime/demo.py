@@ -59,7 +59,8 @@ class DemoOptions:
     def spec(self, mode: str) -> Spec:
         """What the process of that mode is told."""
         shared = {field.name: getattr(self, field.name) for field in fields(Spec) if hasattr(self, field.name)}
-        return Spec(**shared, mode=mode, heads=_HEADS)
+        sizes = {name: getattr(self, name) for name in ("batch", "seq", "layers", "width")}
+        return Spec(**shared, mode=mode, sizes={**sizes, "heads": _HEADS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,8 @@ class Side:
     """The figures of one process. Sequences have one entry per step; ``losses`` are exact (``float.hex``).
 
     ``counted_peak_bytes``: peak of saved activations counted by the demo's own hooks, in the plain process only.
-    ``report``: the fields of `delta.Report`, in the delta process only. ``peak_device_bytes``: the allocator's (CUDA).
+    ``report``: the fields of `delta.Report`, in the delta process only. ``peak_device_bytes``, ``peak_reserved_bytes``:
+    the allocator's (CUDA). ``host_peak_bytes``: what the host tier held in steps that were counted.
     """
 
     times_ns: tuple[int, ...]
@@ -78,6 +80,8 @@ class Side:
     peak_rss_bytes: int
     rss_method: str
     peak_device_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    host_peak_bytes: int | None = None
     counted_peak_bytes: int | None = None
     report: Mapping[str, Any] | None = None
 

@@ -9,11 +9,13 @@ import resource
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.runtime import rematerialise
@@ -75,6 +77,35 @@ def _reset_mark() -> bool:
     except OSError:
         return False
     return True
+
+
+def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of unique storages that stay from step to step: parameters, buffers and the optimizer's state."""
+    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    storages = (tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers(), state))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class AllocatedBytes:
+    """The most bytes that a CPU's allocator had given out at once in the block, those of before left out.
+
+    From PyTorch's profiler, which sees whoever allocates. A context manager; the peak is there after it.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._profiler = profile(profile_memory=True)
+
+    def __enter__(self) -> Self:
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._profiler.__exit__(None, None, None)
+        results: Any = self._profiler.kineto_results
+        events = [event for event in results.events() if event.name() == "[memory]"]
+        sizes = (event.nbytes() for event in sorted(events, key=lambda event: int(event.start_ns())))
+        self.peak_bytes = max(accumulate(sizes), default=0)
 
 
 class _Mark:
@@ -168,6 +199,8 @@ class SavedBytes:
 class ResidentBytes(SavedBytes):
     """The same count from outside an open block of `delta.evict`: only storages that are on the device now.
 
+    ``host_peak_bytes``: the most that the host tier held.
+
     Stands between autograd and Delta's hooks. A saved storage counts while it is alive and has a live saved tensor; the
     result of an op that is replayed, and a copy back into ``device``, count until they die. Nobody asks
     Delta what it holds.
@@ -175,6 +208,7 @@ class ResidentBytes(SavedBytes):
 
     def __init__(self, model: nn.Module, device: Device) -> None:
         super().__init__(model)
+        self.host_peak_bytes = 0
         self._device = device
         self._replays = _ResultsOfOps(self.made)
 
@@ -183,14 +217,15 @@ class ResidentBytes(SavedBytes):
         assert hooks is not None, "no block of delta.evict is open"
         self._delta_pack, self._delta_unpack = hooks
         self._copy_in = self._device.copy_in
-        vars(self._device)["copy_in"] = self._copied_in
+        self._copy_out = self._device.copy_out
+        vars(self._device).update(copy_in=self._copied_in, copy_out=self._copied_out)
         self._replay = vars(rematerialise)["replay"]
         vars(rematerialise)["replay"] = self._replayed
         return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
-        del vars(self._device)["copy_in"]
+        del vars(self._device)["copy_in"], vars(self._device)["copy_out"]
         vars(rematerialise)["replay"] = self._replay
 
     def keep(self, tensor: Tensor) -> Any:
@@ -213,6 +248,11 @@ class ResidentBytes(SavedBytes):
         ticket = self._copy_in(block)
         assert ticket.storage is not None
         self.mark(ticket.storage)
+        return ticket
+
+    def _copied_out(self, storage: torch.UntypedStorage) -> Ticket:
+        ticket = self._copy_out(storage)
+        self.host_peak_bytes = max(self.host_peak_bytes, self._device.host_bytes())
         return ticket
 
 

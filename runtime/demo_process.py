@@ -1,6 +1,7 @@
 """`WorkerProcess`: a `demo_worker` process seen from the demo, one JSON line out, one back."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,11 @@ from delta.runtime.demo_worker import Spec
 
 _MODULE = "delta.runtime.demo_worker"
 _GOODBYE_S = 10.0
+_QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler has nothing to say to a terminal
+
+
+class OutOfMemory(DeltaError):
+    """What the process was to train does not fit."""
 
 
 class WorkerProcess:
@@ -25,6 +31,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
+            env={**_QUIET, **os.environ},
         )
         self._send(asdict(spec))
 
@@ -63,11 +70,15 @@ class WorkerProcess:
         if not line:
             raise self._died()
         answer: dict[str, Any] = json.loads(line)
+        if "out_of_memory" in answer:
+            raise OutOfMemory(answer["out_of_memory"])
         if "error" in answer:
             raise DeltaError(answer["error"])
         return answer
 
     def _died(self) -> DeltaError:
         code = self._process.wait(_GOODBYE_S)
-        why = "killed, most likely for want of memory; try a smaller --batch" if code == -9 else "its error is above"
-        return DeltaError(f"the {self._mode} process of the demo ended with exit code {code}: {why}")
+        text = f"the {self._mode} process ended with exit code {code}"
+        if code == -9:
+            return OutOfMemory(f"{text}: killed, most likely for want of memory; try a smaller --batch")
+        return DeltaError(f"{text}: its error is above")

@@ -7,33 +7,40 @@
     {"do": "finish"}            -> {"parameters": "<sha256>", "peak_rss_bytes": ..., ...}
 
 A step with ``"count": true`` is slower, and answers with ``"counted_peak_bytes"``, too: the peak of saved activations
-on the device, counted here and not by Delta; null where they cannot be counted from outside. A DeltaError is answered
-with ``{"error": "<text>"}``. Between lines the process sleeps in a read, so the sides can take
-turns on the same cores.
+on the device, counted here and not by Delta; null where they cannot be counted from outside. With ``"allocated": true``
+it answers with ``"allocated_peak_bytes"``: all that was allocated on a CPU, as the profiler saw it. A DeltaError is
+answered with ``{"error": "<text>"}``, memory that ran out with ``{"out_of_memory": "<text>"}``. Between lines the
+process sleeps in a read, so the sides can take turns on the same cores.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import delta
-from delta.errors import DeltaError
-from delta.runtime.demo_measure import ResidentBytes, ResidentPeak, SavedBytes, digest, gradient_digest
-from delta.runtime.demo_model import Gpt, GptConfig
-from delta.runtime.predict_models import Task, gpt, resnet
+from delta.errors import BudgetError, DeltaError
+from delta.runtime import ways, zoo
+from delta.runtime.demo_measure import (
+    AllocatedBytes,
+    ResidentBytes,
+    ResidentPeak,
+    SavedBytes,
+    digest,
+    gradient_digest,
+    standing_bytes,
+)
 from delta.runtime.settle import settle_kernels
 from delta.trace import Recording
+from delta.units import Bytes, parse_size
 
 SKIPPED_STEPS = 2  # first-touch page faults
 TRACED_STEPS = 3
@@ -43,25 +50,25 @@ TRACED_STEPS = 3
 class Spec:
     """What a worker trains and how.
 
-    ``mode``: ``plain``, ``delta`` (with ``activations=None`` it only watches), ``checkpoint`` (per block) or
-    ``save_on_cpu``. ``model``: one of `predict_models`, ``gpt`` with the sizes given here. ``trace``: a file for the
-    `TRACED_STEPS` steps after the first `SKIPPED_STEPS` (mode ``delta`` only).
+    ``mode``: ``plain``, ``delta`` (with no limit it only watches), or one of `ways`. ``model`` and ``sizes``: of the
+    zoo. ``activations``: Delta's limit, and the memory budget of ``compile``. ``budget``: bytes of the device in all;
+    outside of Delta it caps the allocator (CUDA). ``overrides``: of the policy. ``autocast``: bfloat16 where autocast
+    has it. ``trace``: a file for the `TRACED_STEPS` steps after the first `SKIPPED_STEPS` (mode ``delta`` only).
     """
 
     mode: str
-    layers: int
-    width: int
-    heads: int
-    seq: int
-    batch: int
+    sizes: Mapping[str, int]
     seed: int
     threads: int
     device: str
     activations: str | None
     policy: str
     timeline: str | None
-    model: str = "gpt"
+    model: str = "byte-gpt"
     trace: str | None = None
+    budget: str | None = None
+    autocast: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Run(Protocol):
@@ -77,23 +84,30 @@ class Trainer:
         settle_kernels()  # for the plain side too: else two plain processes may differ
         _make_deterministic(spec.device)
         self._spec = spec
-        self._task: Task = _gpt(spec) if spec.model == "gpt" else resnet(spec.model, spec.batch, spec.seed)
+        if spec.budget is not None and spec.mode != "delta":
+            _cap(spec.budget)
+        self._task = zoo.make(spec.model, spec.sizes, spec.seed)
         self._model = self._task.model.to(spec.device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4)
-        if spec.mode == "checkpoint":
-            _checkpoint_blocks(self._model)
+        self._around = ways.prepare(spec.mode, self._task, spec.activations)
         self._session = _session(spec, self._model)
         self._run = self._session.__enter__()
         self._resident = ResidentPeak()
+        self._host_peak_bytes: int | None = None
 
-    def step(self, index: int, count: bool = False) -> dict[str, Any]:
+    def step(self, index: int, count: bool = False, allocated: bool = False) -> dict[str, Any]:
         """One training step. Timed: forward, backward, optimizer; not timed: making the batch, hashing."""
         batch = self._batch(index)
+        torch.manual_seed(self._spec.seed * 1_000_003 + index)  # every way drops out the same
         counter = self._counter() if count else None
+        profiler = AllocatedBytes() if allocated and self._spec.device == "cpu" else None
+        standing = standing_bytes(self._model, self._optimizer)
         began_ns = self._now_ns()
-        with counter or nullcontext():
-            loss = self._task.loss(batch)
-            loss.backward()
+        with ExitStack() as stack:
+            for context in (profiler, counter):
+                if context is not None:
+                    stack.enter_context(context)
+            loss = self._pass(batch)
         middle_ns = self._now_ns()
         gradients = gradient_digest(self._model)
         resumed_ns = self._now_ns()
@@ -108,7 +122,19 @@ class Trainer:
         }
         if count:
             answer["counted_peak_bytes"] = None if counter is None else counter.peak_bytes
+        if isinstance(counter, ResidentBytes):
+            self._host_peak_bytes = max(self._host_peak_bytes or 0, counter.host_peak_bytes)
+        if profiler is not None:
+            answer["allocated_peak_bytes"] = standing + profiler.peak_bytes
         return answer
+
+    def _pass(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """Forward and backward."""
+        with self._around():
+            with torch.autocast(self._device_type, torch.bfloat16, enabled=self._spec.autocast):
+                loss = self._task.loss(batch)
+            loss.backward()
+        return loss
 
     def finish(self) -> dict[str, Any]:
         """Close the session and give the figures of the whole training."""
@@ -117,7 +143,7 @@ class Trainer:
             "peak_rss_bytes": self._resident.read(),
             "start_rss_bytes": self._resident.start_bytes,
             "rss_method": self._resident.method,
-            "peak_device_bytes": self._peak_device_bytes(),
+            **self._device_figures(),
             "parameters": digest(self._model.parameters()),
             "report": None if self._run is None else self._run.report().as_dict(),
             "counted_peak_bytes": None,
@@ -134,7 +160,7 @@ class Trainer:
     def _count_saved_bytes(self) -> int:
         """The peak of saved activations of one plain step, counted after everything else has been measured."""
         with SavedBytes(self._model) as saved:
-            self._task.loss(self._batch(0)).backward()
+            self._pass(self._batch(0))
         return saved.peak_bytes
 
     def _batch(self, index: int) -> tuple[Tensor, ...]:
@@ -153,39 +179,47 @@ class Trainer:
             torch.accelerator.synchronize()
         return time.perf_counter_ns()
 
-    def _peak_device_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated() if self._spec.device.startswith("cuda") else None
+    @property
+    def _device_type(self) -> str:
+        return torch.device(self._spec.device).type
+
+    def _device_figures(self) -> dict[str, int | None]:
+        """Peaks of the allocator, and of host memory that holds what was moved there; None where nobody counts it."""
+        if self._device_type != "cuda":
+            host = self._host_peak_bytes if self._spec.mode == "delta" else None
+            return {"peak_device_bytes": None, "peak_reserved_bytes": None, "host_peak_bytes": host}
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
+        return {
+            "peak_device_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "host_peak_bytes": self._host_peak_bytes if self._spec.mode == "delta" else pinned,
+        }
 
 
 def _make_deterministic(device: str) -> None:
-    """CPU kernels give the same bits on every run; CUDA ones have to be asked."""
+    """CPU kernels give the same bits on every run; CUDA ones have to be asked, and where there is none they warn."""
     if device != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def _gpt(spec: Spec) -> Task:
-    config = GptConfig(layers=spec.layers, width=spec.width, heads=spec.heads, seq=spec.seq)
-    return gpt(config, batch=spec.batch, seed=spec.seed)
-
-
-def _checkpoint_blocks(model: nn.Module) -> None:
-    assert isinstance(model, Gpt)
-    for block in model.blocks:
-        # Replaced on the instance: that is what wrapping a block by hand amounts to.
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+def _cap(budget: str) -> None:
+    """Let PyTorch's allocator give out no more than that."""
+    total_bytes = torch.cuda.mem_get_info()[1]
+    wanted = parse_size(budget, what="budget")
+    nbytes = wanted.nbytes if isinstance(wanted, Bytes) else wanted.fraction * total_bytes
+    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total_bytes))
 
 
 def _session(spec: Spec, model: nn.Module) -> AbstractContextManager[_Run | None]:
-    if spec.mode == "save_on_cpu":
-        return torch.autograd.graph.save_on_cpu(pin_memory=True)
     if spec.mode != "delta":
         return nullcontext()
     trace = None if spec.trace is None else Recording(Path(spec.trace), SKIPPED_STEPS, TRACED_STEPS)
     return delta.evict(
         model,
         activations=spec.activations,
-        policy=spec.policy,
+        budget=spec.budget,
+        policy=delta.load_policy(spec.policy, spec.overrides),
         timeline=spec.timeline,
         trace=trace,
         device=spec.device,
@@ -202,12 +236,16 @@ def serve(lines: Iterable[str], answers: TextIO) -> None:
                 case None:
                     trainer, answer = Trainer(Spec(**request)), {"ready": True}
                 case "step" if trainer is not None:
-                    answer = trainer.step(request["index"], request.get("count", False))
+                    answer = trainer.step(
+                        request["index"], request.get("count", False), request.get("allocated", False)
+                    )
                 case "finish" if trainer is not None:
                     answer = trainer.finish()
                 case _:
                     raise ValueError(f"unexpected request {line!r}")
             print(json.dumps(answer), file=answers, flush=True)
+    except (BudgetError, MemoryError, torch.OutOfMemoryError) as error:
+        print(json.dumps({"out_of_memory": str(error)}), file=answers, flush=True)
     except DeltaError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
     finally:

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from delta.errors import DeltaError
-from delta.runtime.bench_pages import fill
-from delta.runtime.predict_measure import MODELS, Prediction, Row, base_spec, evicting, predict
+from delta.runtime.command import run_app
+from delta.runtime.pages import facts_list, table, to_json, write_filled
+from delta.runtime.predict_measure import Prediction, Row, base_spec, evicting, predict
+from delta.runtime.zoo import CPU_MODELS
 from delta.text import aligned
 from delta.units import format_bytes
 
@@ -33,7 +34,7 @@ _HEAD = (
 
 
 def main(
-    model: Annotated[list[str] | None, typer.Option(help=f"{', '.join(MODELS)}; may be repeated.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CPU_MODELS)}; may be repeated.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="A shipped policy; may be repeated. Default: all.")] = None,
     activations: Annotated[str, typer.Option(help="The budget, as delta.evict(activations=...) takes it.")] = "50%",
     batch: Annotated[int, typer.Option(help="Sequences or pictures in a batch.")] = 4,
@@ -44,7 +45,7 @@ def main(
 ) -> None:
     """Train each model plain and under each policy, and compare peak and overhead with what the simulator foretells."""
     results = []
-    for name in model or ("gpt", "resnet50"):
+    for name in model or ("byte-gpt", "resnet50"):
         spec = base_spec(name, batch, threads)
         results.append(predict(spec, policy or evicting(), activations, steps, lambda done: typer.echo(done, err=True)))
         typer.echo(
@@ -85,32 +86,25 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def figures(results: list[Prediction]) -> dict[str, str]:
     """Name of a place in the page -> what belongs there."""
-    facts = "\n".join(f"- {name}: {fact}" for name, fact in results[0].machine.items())
-    return {"setting": f"{facts}\n- command: `{COMMAND}`", "tables": "\n\n".join(map(_markdown, results))}
+    setting = facts_list({**results[0].machine, "command": f"`{COMMAND}`"})
+    return {"setting": setting, "tables": "\n\n".join(map(_markdown, results))}
 
 
 def _markdown(result: Prediction) -> str:
-    lines = [_HEAD, ("---",) * len(_HEAD), *map(cells, result.rows)]
-    return f"{heading(result)}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{heading(result)}:\n\n{table(_HEAD, map(cells, result.rows))}"
 
 
 def write_page(results: list[Prediction], root: Path) -> None:
     """Fill the page of the checkout at ``root``, and keep the results beside it."""
-    page = root / PAGE
-    page.write_text(fill(page.read_text(encoding="utf-8"), figures(results)), encoding="utf-8")
-    text = json.dumps([result.as_dict() for result in results], indent=2)
-    (root / RESULT).write_text(text + "\n", encoding="utf-8")
+    write_filled(root, {str(PAGE): figures(results)})
+    (root / RESULT).write_text(to_json([result.as_dict() for result in results]), encoding="utf-8")
 
 
 def run() -> None:
-    """The command. A DeltaError is a message on stderr and exit code 2."""
+    """The command."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
-    try:
-        app(prog_name="scripts/predict")
-    except DeltaError as error:
-        typer.echo(f"scripts/predict: {error}", err=True)
-        raise SystemExit(2) from None
+    run_app(app, "scripts/predict")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ Not covered: how it is shown (`predict`).
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,18 +19,16 @@ from delta.config import Policy
 from delta.engine import MISSED
 from delta.errors import DeltaError
 from delta.policies.loader import load, names
-from delta.runtime.bench_measure import machine_facts
-from delta.runtime.demo import DemoOptions
+from delta.runtime import zoo
 from delta.runtime.demo_process import WorkerProcess
-from delta.runtime.demo_worker import SKIPPED_STEPS, TRACED_STEPS, Spec
-from delta.runtime.predict_models import RESNETS
+from delta.runtime.demo_worker import Spec
+from delta.runtime.facts import machine_facts
+from delta.runtime.tracing import plain_spec, record
 from delta.simulate import Run, simulate
-from delta.trace import Trace, read
 from delta.types import Action
 from delta.units import parse_size
 
 WARM_UP_STEPS = 3  # page faults, Delta observing and refining its plan
-MODELS = ("gpt", *RESNETS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +100,9 @@ def on_this_device(name: str) -> Policy:
 
 
 def base_spec(model: str, batch: int, threads: int) -> Spec:
-    """A plain training of the model."""
-    if model not in MODELS:
-        raise DeltaError(f"model={model!r}: known are {', '.join(MODELS)}")
-    return replace(DemoOptions(batch=batch, threads=threads).spec("plain"), model=model, timeline=None)
+    """A plain training of the model, with its sizes for a CPU."""
+    sizes = {**zoo.sizes(model, "cpu"), "batch": batch}
+    return plain_spec(model, sizes, threads=threads)
 
 
 def predict(
@@ -118,8 +113,8 @@ def predict(
     done: Callable[[str], None] = lambda _: None,
 ) -> Prediction:
     """Trace, simulate and measure; ``done`` gets each policy once it is measured. DeltaError if a process fails."""
-    facts = machine_facts(DemoOptions(threads=spec.threads))
-    trace = record(spec)
+    facts = machine_facts()
+    trace = record(spec).trace
     rows = []
     for policy in policies:
         run = simulate(trace, on_this_device(policy), parse_size(activations, what="activations"), trace.link)
@@ -128,27 +123,13 @@ def predict(
         done(policy)
     return Prediction(
         model=spec.model,
-        batch=spec.batch,
+        batch=spec.sizes["batch"],
         activations=activations,
         timed_steps=timed_steps,
         threads=spec.threads,
         machine=facts,
         rows=tuple(rows),
     )
-
-
-def record(spec: Spec) -> Trace:
-    """A trace of one plain step: of the steps recorded, the one whose ops took the least time, because other work on
-    the machine met it least."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, f"{spec.model}.jsonl.gz")
-        watched = replace(spec, mode="delta", activations=None, trace=str(path))
-        with WorkerProcess(watched) as worker:
-            worker.wait_ready()
-            for index in range(SKIPPED_STEPS + TRACED_STEPS):
-                worker.ask({"do": "step", "index": index})
-            worker.ask({"do": "finish"})
-        return min((read(found) for found in sorted(Path(directory).iterdir())), key=lambda trace: trace.base_ns)
 
 
 def _measure(plain: Spec, limited: Spec, run: Run, timed_steps: int) -> Row:

@@ -27,9 +27,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from delta.runtime.bench_measure import machine_facts
-from delta.runtime.bench_pages import fill
-from delta.runtime.demo import DemoOptions
+from delta.runtime.facts import machine_facts
+from delta.runtime.pages import fill
 from delta.runtime.settle import settle_kernels
 
 COMMAND = "scripts/exactness --write-docs"
@@ -192,7 +191,7 @@ def _minutes(began: float) -> str:
 
 
 def _facts() -> dict[str, str]:
-    facts = machine_facts(DemoOptions())
+    facts = machine_facts()
     return {name: facts[name] for name in ("processor", "memory", "system", "versions", "commit", "day")}
 
 

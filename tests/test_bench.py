@@ -1,11 +1,10 @@
-"""The benchmark: what it counts from outside, who does what when, the figures, and the pages they go to."""
+"""The benchmark: what is compared, who does what when, and the figures that come of it."""
 
 import json
-import os
-import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -13,108 +12,264 @@ from typing import Any
 
 import pytest
 import torch
+from bench_fakes import TINY, FakeWorker, install, measured_with_fakes, spec, with_row
 from typer.testing import CliRunner
 
-import delta
 from delta.errors import DeltaError
-from delta.runtime import bench, bench_measure, bench_pages
-from delta.runtime.bench_measure import BenchResult, Row, Way, machine_facts, measure, spec, turns, ways
-from delta.runtime.bench_pages import (
-    draw_two_runs,
-    example,
-    figures,
-    fill,
-    read_places,
-    read_result,
-    run_example,
-    to_json,
-    write_pages,
-)
-from delta.runtime.bench_view import goals, headline, markdown_table, text
-from delta.runtime.demo import DemoOptions, Side
-from delta.runtime.demo_measure import ResidentBytes, SavedBytes
-from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
+from delta.runtime.bench import __main__ as command_line
+from delta.runtime.bench import measure as measuring
+from delta.runtime.bench import options as choosing
+from delta.runtime.bench.measure import fitting, groups, measure, turns
+from delta.runtime.bench.options import CPU_WAYS, BenchOptions, Way, default_models, left_out
+from delta.runtime.bench.pages import read_bench
+from delta.runtime.bench.result import BenchResult, Row
+from delta.runtime.demo import Side
 from delta.runtime.demo_worker import Spec, serve
-from delta.timeline import Timeline
+from delta.runtime.facts import machine_facts
+from delta.runtime.pages import to_json
+from delta.simulate.floor import Floor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parent.parent
-TINY = DemoOptions(steps=2, batch=2, layers=2, width=32, seq=16, threads=1, timeline="")
 tight = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")  # so small that one op's tensors are over it
 
 
-# --- counting from outside --------------------------------------------------------------------------------------------
+@pytest.fixture
+def fake_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
 
 
-LARGEST_BYTES = 4 * 32 * 4 * 64 * 4  # of the small GPT: what is inside an MLP, (batch, seq, 4 width) floats
+@pytest.fixture
+def measured(fake_processes: None) -> BenchResult:
+    return measured_with_fakes()
 
 
-def small_gpt() -> tuple[Gpt, Batches]:
-    torch.manual_seed(0)
-    return Gpt(GptConfig(layers=3, width=64, heads=4, seq=32)), Batches(stdlib_bytes(), batch=4, seq=32, seed=0)
+# --- what is compared -------------------------------------------------------------------------------------------------
 
 
-class Compared(ResidentBytes):
-    """Notes, whenever a tensor was brought back, this count and the one in Delta's ledger."""
-
-    def __init__(self, model: Gpt, run: delta.evict) -> None:
-        super().__init__(model, run._core.device)
-        self._ledger = run._core.engine.ledger
-        self.pairs: list[tuple[int, int]] = []
-
-    def give(self, kept: Any) -> torch.Tensor:
-        tensor = super().give(kept)
-        self.pairs.append((self.live_bytes, self._ledger.resident_bytes))
-        return tensor
+def test_the_ways() -> None:
+    options = replace(TINY, ways=("delta", "checkpoint", "plain"), budgets=("100%", "300MiB"))
+    assert options.compared() == (
+        Way("plain"),
+        Way("delta", "100%"),
+        Way("delta", "300MiB"),
+        Way("checkpoint"),
+    )
+    assert [way.name for way in options.compared()] == ["plain", "delta 100%", "delta 300MiB", "checkpoint"]
 
 
-@tight
-@pytest.mark.parametrize("policy", ["delta", "swap", "recompute"])
-def test_what_is_counted_from_outside_is_what_delta_says(policy: str, spill_dir: Path) -> None:
-    model, batches = small_gpt()
-    with SavedBytes(model) as plain:
-        next_byte_loss(model, batches[0]).backward()
-    chosen = delta.load_policy(policy, {"filter.min_bytes": 0, "host.spill_dir": str(spill_dir)})
-    with delta.evict(model, activations="40%", policy=chosen) as run:
-        peaks = []
-        for step in range(4):
-            with Compared(model, run) as counted:
-                next_byte_loss(model, batches[step]).backward()
-            assert counted.live_bytes == 0
-            assert all(abs(mine - ledger) <= 0.01 * counted.peak_bytes for mine, ledger in counted.pairs)
-            peaks.append(counted.peak_bytes)
-    report = run.report()
-    assert len(counted.pairs) > 50 and sum(report.evictions.values()) > 0
-    # Here a storage counts when Delta's pack is called; Delta then first takes note of copies that have ended.
-    assert 0.99 * report.peak_activation_bytes <= max(peaks) <= report.peak_activation_bytes + LARGEST_BYTES
-    assert report.unevicted_peak_activation_bytes == plain.peak_bytes
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"steps": 0}, "steps=0: must be at least 1"),
+        ({"at_once": 1}, "at_once=1: plain has to run beside each"),
+        ({"ways": ("gist",)}, "way='gist': known are plain, checkpoint"),
+        ({"budgets": ("8 apples",)}, "budgets='8 apples': the unit 'apples' is unknown"),
+        ({"models": ("vgg",)}, "model='vgg': known are byte-gpt"),
+        ({"policy": "none-such"}, "none-such"),
+    ],
+)
+def test_what_cannot_be_is_said(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(DeltaError, match=says):
+        replace(TINY, **wrong)
 
 
-@tight
-def test_counting_from_outside_changes_nothing(spill_dir: Path) -> None:
-    model, batches = small_gpt()
-    next_byte_loss(model, batches[0]).backward()
-    plain = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    chosen = delta.load_policy("delta", {"filter.min_bytes": 0, "host.spill_dir": str(spill_dir)})
-    with delta.evict(model, activations="20%", policy=chosen) as run, ResidentBytes(model, run._core.device):
-        next_byte_loss(model, batches[0]).backward()
-    assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
-    assert "copy_in" not in vars(run._core.device)
-    assert torch._C._len_torch_dispatch_stack() == 0
+def test_models_whose_package_is_missing_are_left_out_unless_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_models("cpu", False) == ("byte-gpt", "gpt", "bert", "resnet50", "vit", "unet")
+    assert {"llama-1b", "swin", "gpt-varied", "resnet101"} < set(default_models("cuda", False))
+    monkeypatch.setattr("delta.runtime.zoo.find_spec", lambda package: None)
+    assert default_models("cpu", False) == ("byte-gpt", "unet")
+    assert left_out("cpu", True) == ("gpt", "resnet50")
+    with pytest.raises(DeltaError, match="pip install transformers"):
+        BenchOptions(models=("gpt",))
 
 
-def test_without_an_eviction_both_counts_are_one() -> None:
-    model, batches = small_gpt()
-    with SavedBytes(model) as plain:
-        next_byte_loss(model, batches[0]).backward()
-    with delta.evict(model) as run, ResidentBytes(model, run._core.device) as counted:
-        next_byte_loss(model, batches[0]).backward()
-    assert counted.peak_bytes == plain.peak_bytes > 0
+def test_quick_is_tiny_on_a_cpu_and_small_on_cuda() -> None:
+    quick = replace(TINY, models=("unet", "byte-gpt"))
+    assert quick.sizes("unet") == choosing.zoo.ZOO["unet"].tiny
+    assert replace(quick, device="cuda").sizes("unet") == choosing.zoo.ZOO["unet"].cpu
+    assert (quick.overrides, replace(quick, device="cuda").overrides) == ({"filter.min_bytes": 0}, {})
 
 
-# --- the worker's other ways ------------------------------------------------------------------------------------------
+# --- who does what ----------------------------------------------------------------------------------------------------
+
+
+def test_turns() -> None:
+    """Three warm-up steps, one timed, one counted; each round begins with the next way. Counted: the first and last."""
+    found = list(turns("abc", 1))
+    assert "".join(name for name, _, _ in found) == "abcbcacababcbca"
+    assert [(index, counted["count"], counted["allocated"]) for name, index, counted in found if name == "a"] == [
+        (0, True, False),
+        (1, False, False),
+        (2, False, False),
+        (3, False, False),
+        (4, True, True),
+    ]
+
+
+def test_groups_hold_no_more_than_fit_beside_a_plain_one() -> None:
+    ways = [Way(str(number)) for number in range(7)]
+    for at_once in range(2, 10):
+        found = groups(ways, at_once)
+        assert sorted(way.mode for group in found for way in group) == [way.mode for way in ways]
+        assert all(1 + len(group) <= at_once for group in found)
+        assert len(found) == -(-7 // (at_once - 1))
+    assert groups([], 4) == [[]]
+
+
+def test_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    free: Any = type("Facts", (), {"available_bytes": 1000})()
+    monkeypatch.setattr("delta.runtime.monitor.host_facts", lambda: free)
+    assert [fitting(nbytes, "cpu") for nbytes in (100, 350, 900)] == [7, 2, 2]
+
+
+def test_each_group_is_compared_with_its_own_plain(fake_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Slower(FakeWorker):
+        """The second plain process is twice as slow."""
+
+        def __init__(self, told: Spec) -> None:
+            super().__init__(told)
+            made.append(self.name)
+            self.second = self.name == "plain" and made.count("plain") > 1
+
+        def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+            answer = super().ask(request)
+            return {**answer, "time_ns": 2 * answer["time_ns"]} if self.second and "time_ns" in answer else answer
+
+    monkeypatch.setattr(measuring, "WorkerProcess", Slower)
+    found = measure(replace(TINY, ways=("delta", "checkpoint"), at_once=3), "byte-gpt")
+    assert made == ["plain", "delta 100%", "checkpoint", "plain", "delta 40%"]
+    assert {row.way: row.time_ratio for row in found.rows} == {
+        "plain": 1.0,
+        "delta 100%": 1.1,
+        "checkpoint": 1.3,
+        "delta 40%": 0.6,
+    }
+
+
+def test_only_the_last_budget_writes_a_timeline(fake_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Spec] = []
+
+    class Noting(FakeWorker):
+        def __init__(self, spec: Spec) -> None:
+            super().__init__(spec)
+            told.append(spec)
+
+    monkeypatch.setattr(measuring, "WorkerProcess", Noting)
+    measure(TINY, "byte-gpt", timeline=Path("t.jsonl"))
+    assert [spec.activations for spec in told if spec.timeline == "t.jsonl"] == ["40%"]
+    assert all(spec.overrides == {"filter.min_bytes": 0} for spec in told)
+
+
+# --- the figures ------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_way(measured: BenchResult) -> None:
+    """Two timed steps, numbers 4 and 5: 120 · 4 and 120 · 5 against 400 and 500. Counted in steps 0 and 5."""
+    assert measured.models[0].delta("40%") == Row(
+        way="delta 40%",
+        step_time_ns=540,
+        time_ratio=1.2,
+        time_ratio_least=1.2,
+        time_ratio_most=1.2,
+        floor_ratio=1.1,
+        gradients="identical",
+        peak_rss_bytes=70,
+        rss_ratio=0.7,
+        counted_peak_bytes=385,
+        activation_ratio=0.385,
+        peak_allocated_bytes=2900,
+        allocated_ratio=0.58,
+        host_bytes=3,
+        moved_bytes=7,
+        recomputed_bytes=5,
+        reported_peak_bytes=6,
+        budget_bytes=400,
+        modes={"idle": 7},
+        warnings=("of budgets",),
+    )
+    rows = {row.way: row for row in measured.models[0].rows}
+    assert {way: row.moved_bytes for way, row in rows.items()} == {
+        "plain": 0,
+        "checkpoint": 0,
+        "delta 100%": 7,
+        "delta 40%": 7,
+    }
+    assert rows["delta 100%"].floor_ratio == 1.0 and rows["checkpoint"].floor_ratio is None
+    assert measured.gradients_identical
+
+
+def test_a_way_that_cannot_be_or_fails_is_missing_with_the_reason(measured: BenchResult) -> None:
+    missing = dict(measured.models[0].missing)
+    assert missing.pop("offloader") == "not available on cpu: it needs streams"
+    assert missing == {
+        "sac": "failed: no blocks",
+        "save_on_cpu": "failed: killed\nin pieces",
+        "compile 100%": "not available on cpu: compared on CUDA only",
+        "compile 40%": "not available on cpu: compared on CUDA only",
+    }
+
+
+def test_plain_must_not_fail(fake_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(FakeWorker):
+        def wait_ready(self) -> None:
+            raise DeltaError("plain is out of order")
+
+    monkeypatch.setattr(measuring, "WorkerProcess", Failing)
+    with pytest.raises(DeltaError, match="plain is out of order"):
+        measure(TINY, "byte-gpt")
+
+
+def test_one_bit_is_a_difference(monkeypatch: pytest.MonkeyPatch, fake_processes: None) -> None:
+    honest = measuring.side_from
+
+    def flipped(steps: Any, end: Any) -> Side:
+        side = honest(steps, end)
+        return replace(side, gradients=("g",) * 5 + ("h",)) if end["report"] else side
+
+    monkeypatch.setattr(measuring, "side_from", flipped)
+    found = measure(TINY, "byte-gpt")
+    assert {row.way: row.gradients for row in found.rows} == {
+        "plain": "identical",
+        "checkpoint": "identical",
+        "delta 100%": "different",
+        "delta 40%": "different",
+    }
+
+
+def test_a_floor_that_no_plan_reaches_is_none(fake_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        measuring, "floors", lambda *_: [Floor(extra_ns=1, base_ns=400, peak_bytes=11, budget_bytes=10)] * 2
+    )
+    assert {row.floor_ratio for row in measure(TINY, "byte-gpt").rows} == {None}
+
+
+def test_a_result_survives_json(measured: BenchResult) -> None:
+    assert BenchResult.from_dict(json.loads(to_json(measured.as_dict()))) == measured
+    for wrong in ({"models": []}, {"options": {"models": ["unet"]}, "machine": {}, "command": "", "models": [{}]}, []):
+        with pytest.raises(DeltaError, match="not a result of the benchmark"):
+            BenchResult.from_dict(wrong)
+
+
+def test_a_saved_result_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DeltaError, match="cannot be read"):
+        read_bench(tmp_path / "none.json")
+    (tmp_path / "b.json").write_text("{")
+    with pytest.raises(DeltaError, match=r"b.json: not JSON"):
+        read_bench(tmp_path / "b.json")
+
+
+def test_facts_of_the_machine() -> None:
+    facts = machine_facts()
+    assert list(facts) == ["processor", "memory", "host tier", "system", "versions", "commit", "day"]
+    assert facts["host tier"].startswith("spill file, ") and facts["host tier"].endswith("/s in")
+    assert torch.__version__ in facts["versions"]
+
+
+# --- the worker, for real ---------------------------------------------------------------------------------------------
 
 
 def converse(told: Spec, *requests: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -123,323 +278,119 @@ def converse(told: Spec, *requests: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answers.getvalue().splitlines()]
 
 
-STEPS = [{"do": "step", "index": 0, "count": True}, {"do": "step", "index": 1}]
+STEPS = (
+    {"do": "step", "index": 0, "count": True},
+    {"do": "step", "index": 1},
+    {"do": "step", "index": 2, "count": True, "allocated": True},
+)
 
 
 @tight
 def test_all_ways_train_alike_and_count_where_they_can() -> None:
-    answers = {way.name: converse(spec(way, TINY), *STEPS, {"do": "finish"}) for way in ways("40%")}
+    told = {way.name: spec(mode=way.mode, activations=way.budget) for way in replace(TINY, ways=CPU_WAYS).compared()}
+    told["delta 40%"] = replace(told["delta 40%"], overrides=TINY.overrides)
+    answers = {name: converse(one, *STEPS, {"do": "finish"}) for name, one in told.items()}
     plain = answers["plain"]
     for _, *steps, end in answers.values():
-        assert [step["gradients"] for step in steps] == [step["gradients"] for step in plain[1:3]]
+        assert [step["gradients"] for step in steps] == [step["gradients"] for step in plain[1:4]]
         assert end["parameters"] == plain[-1]["parameters"]
-        assert "counted_peak_bytes" not in steps[1]
+        assert "counted_peak_bytes" not in steps[1] and "allocated_peak_bytes" not in steps[0]
     counted = {name: steps[1]["counted_peak_bytes"] for name, steps in answers.items()}
     assert counted["delta 100%"] == counted["plain"] == plain[-1]["counted_peak_bytes"]
     assert counted["checkpoint"] is None and counted["save_on_cpu"] is None
+    allocated = {name: steps[3]["allocated_peak_bytes"] for name, steps in answers.items()}
+    assert allocated["plain"] == allocated["delta 100%"] > allocated["delta 40%"]
+    assert allocated["plain"] > allocated["checkpoint"]
+    assert answers["delta 40%"][-1]["report"]["evictions"]
+    assert answers["plain"][-1]["host_peak_bytes"] is None and answers["delta 100%"][-1]["host_peak_bytes"] == 0
 
 
-def test_save_on_cpu_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = []
-    original = torch.autograd.graph.save_on_cpu
-    monkeypatch.setattr(
-        torch.autograd.graph, "save_on_cpu", lambda pin_memory: pinned.append(pin_memory) or original(pin_memory)
-    )
-    converse(spec(Way("save_on_cpu", "save_on_cpu"), TINY), STEPS[1])
-    assert pinned == [True]
+def test_a_way_that_draws_random_numbers_of_its_own_drops_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+
+    @contextmanager
+    def drawing() -> Iterator[None]:
+        yield
+        torch.rand(3)
+
+    told = replace(spec(), model="gpt", sizes=choosing.zoo.ZOO["gpt"].tiny)
+    plain = converse(told, *STEPS[:2])[1:]
+    monkeypatch.setattr("delta.runtime.ways.prepare", lambda *_: drawing)
+    drawn = converse(told, *STEPS[:2])[1:]
+    assert [step["gradients"] for step in drawn] == [step["gradients"] for step in plain]
 
 
-# --- who does what ----------------------------------------------------------------------------------------------------
+def test_memory_that_runs_out_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no more")
 
-
-def test_the_ways() -> None:
-    assert [(way.name, way.mode, way.activations) for way in ways("300MiB")] == [
-        ("plain", "plain", None),
-        ("delta 100%", "delta", "100%"),
-        ("delta 300MiB", "delta", "300MiB"),
-        ("checkpoint", "checkpoint", None),
-        ("save_on_cpu", "save_on_cpu", None),
-    ]
-    with pytest.raises(DeltaError, match=r"activations='100\.0%': that is measured always"):
-        ways("100.0%")
-
-
-def test_only_the_limited_run_writes_a_timeline() -> None:
-    told = {way.name: spec(way, replace(TINY, timeline="t.jsonl")) for way in ways("40%")}
-    assert {name: one.timeline for name, one in told.items() if one.timeline} == {"delta 40%": "t.jsonl"}
-    assert all(spec(way, TINY).timeline is None for way in ways("40%"))
-
-
-def test_turns() -> None:
-    """Three warm-up steps, one timed, one counted; each round begins with the next way. Counted: the first and last."""
-    assert "".join(name for name, _, _ in turns("abc", 1)) == "abcbcacababcbca"
-    assert [(index, count) for name, index, count in turns("abc", 1) if name == "a"] == [
-        (0, True),
-        (1, False),
-        (2, False),
-        (3, False),
-        (4, True),
-    ]
-
-
-class FakeWorker:
-    """A process that is none. Step times are 100 per step number for plain; others take 10 % more, delta 40% 20 %. A
-    counted step seems to take no time."""
-
-    def __init__(self, told: Spec) -> None:
-        self.told = told
-        self.factor = {"100%": 110, "40%": 120}.get(told.activations or "", 100 if told.mode == "plain" else 110)
-
-    def __enter__(self) -> "FakeWorker":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def wait_ready(self) -> None:
-        pass
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        delta_side = self.told.mode == "delta"
-        if request["do"] == "finish":
-            report = {"swapped_out_bytes": 3, "swapped_in_bytes": 4, "recomputed_bytes": 5, "peak_activation_bytes": 6}
-            report |= {"modes": {"idle": 7}, "warnings": ["of budgets"]}
-            end = {"parameters": "p", "start_rss_bytes": 1, "peak_rss_bytes": 70 if delta_side else 100}
-            return end | {"rss_method": "m", "report": report if delta_side else None, "counted_peak_bytes": 9999}
-        time_ns = 1 if request["count"] else self.factor * (request["index"] + 1)
-        answer = {"time_ns": time_ns, "loss": "0x1p+0", "gradients": "g"}
-        if request["count"]:
-            counted = {None: 1000, "100%": 1000, "40%": 380 + request["index"]}[self.told.activations]
-            answer["counted_peak_bytes"] = counted if self.told.mode in ("plain", "delta") else None
-        return answer
-
-
-@pytest.fixture
-def fake_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_measure, "WorkerProcess", FakeWorker)
-
-
-@pytest.fixture
-def measured(fake_processes: None) -> BenchResult:
-    return measure(TINY)
-
-
-def test_figures_of_a_way(measured: BenchResult) -> None:
-    """Two timed steps, numbers 4 and 5: 120 · 4 and 120 · 5 against 400 and 500. Counted in steps 0 and 5."""
-    assert measured.limited == Row(
-        way="delta 40%",
-        step_time_ns=540,
-        time_ratio=1.2,
-        time_ratio_least=1.2,
-        time_ratio_most=1.2,
-        peak_rss_bytes=70,
-        rss_ratio=0.7,
-        peak_device_bytes=None,
-        device_ratio=None,
-        counted_peak_bytes=385,
-        activation_ratio=0.385,
-        gradients_identical=True,
-        moved_bytes=7,
-        recomputed_bytes=5,
-        reported_peak_bytes=6,
-        modes={"idle": 7},
-        warnings=("of budgets",),
-    )
-    assert [row.moved_bytes for row in measured.rows] == [0, 7, 7, 0, None]
-    assert measured.gradients_identical
-
-
-def test_one_bit_is_a_difference(monkeypatch: pytest.MonkeyPatch, fake_processes: None) -> None:
-    honest = bench_measure.side_from
-
-    def flipped(steps: Any, end: Any) -> Side:
-        side = honest(steps, end)
-        return replace(side, gradients=("g",) * 5 + ("h",)) if end["report"] else side
-
-    monkeypatch.setattr(bench_measure, "side_from", flipped)
-    assert not measure(TINY).gradients_identical
-
-
-def test_a_result_survives_json(measured: BenchResult) -> None:
-    assert BenchResult.from_dict(json.loads(to_json(measured))) == measured
-    with pytest.raises(DeltaError, match="not a result of the benchmark"):
-        BenchResult.from_dict({"rows": []})
-
-
-def test_a_saved_result_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(DeltaError, match="cannot be read"):
-        read_result(tmp_path / "none.json")
-    (tmp_path / "b.json").write_text("{")
-    with pytest.raises(DeltaError, match=r"b.json: not JSON"):
-        read_result(tmp_path / "b.json")
-
-
-def test_facts_of_the_machine() -> None:
-    facts = machine_facts(TINY)
-    assert list(facts) == ["processor", "memory", "host tier", "system", "versions", "commit", "day"]
-    assert facts["host tier"].startswith("spill file, ") and facts["host tier"].endswith("/s in")
-    assert torch.__version__ in facts["versions"]
-
-
-# --- for people -------------------------------------------------------------------------------------------------------
-
-
-def with_limited(result: BenchResult, **changes: Any) -> BenchResult:
-    rows = tuple(replace(row, **changes) if row.way == "delta 40%" else row for row in result.rows)
-    return replace(result, rows=rows)
-
-
-def test_goals(measured: BenchResult) -> None:
-    found = {goal.text: (goal.measured, goal.met) for goal in goals(measured)}
-    assert found == {
-        "saved activations under 40%: at most 0.40 of plain": ("0.385", True),
-        "step time under 40%: at most 1.15 of plain": ("1.200", False),
-        "step time under 40%, beside checkpointing: at most 1.10 of plain": ("1.200", False),
-        "resident memory under 40%: at most 1.00 of plain": ("0.700", True),
-        "step time at 100%: at most 1.02 of plain": ("1.100", False),
-        "bytes moved at 100%: none": ("7 B", False),
-        "gradients: those of plain, bit for bit": ("identical", True),
-    }
-    assert goals(with_limited(measured, activation_ratio=0.401))[0].met is False
-    assert goals(with_limited(measured, gradients_identical=False))[-1].met is False
-
-
-def test_the_table_leaves_out_what_nobody_measured(measured: BenchResult) -> None:
-    shown = text(measured)
-    limited = next(line for line in shown.splitlines() if line.startswith("delta 40%"))
-    cells = ["delta 40%", "540 ns", "1.200", "1.20 to 1.20", "385 B", "0.385", "70 B", "0.700", "7 B", "identical"]
-    assert re.split(r"  +", limited) == cells
-    assert "device" not in shown.splitlines()[2] and "warning, delta 40%: of budgets" in shown
-    assert "device" in markdown_table(with_limited(measured, peak_device_bytes=5)).splitlines()[0]
-
-
-def test_the_sentence(measured: BenchResult) -> None:
-    sentence = headline(measured)
-    assert "saved activations peak at **38.5%** and resident memory at **70.0%**" in sentence
-    assert "in **1.20** times its step time" in sentence and "takes 1.10 times" in sentence
-    assert sentence.endswith("All gradients have the same bits.")
-    assert "Not all gradients" in headline(with_limited(measured, gradients_identical=False))
-
-
-# --- pages ------------------------------------------------------------------------------------------------------------
-
-PAGE = "# A\n<!-- figure: one -->\nold\n<!-- /figure -->\n\n<!-- figure: two -->\nkept\n<!-- /figure -->\n"
-
-
-def test_filling_a_page() -> None:
-    filled = fill(PAGE, {"one": "new \\1\nlines"})
-    assert read_places(filled) == {"one": "new \\1\nlines", "two": "kept"}
-    assert filled == PAGE.replace("old", "new \\1\nlines")
-    with pytest.raises(DeltaError, match="no place <!-- figure: three -->"):
-        fill(PAGE, {"three": ""})
-
-
-def test_the_example_of_a_page() -> None:
-    page = "```shell\nls\n```\n\n```python\nprint('one')\nprint(2)\n```\n\n```python\nraise\n```\n"
-    assert example(page) == "print('one')\nprint(2)\n"
-    assert run_example(page) == "```text\none\n2\n```"
-    with pytest.raises(DeltaError, match="holds no ```python block"):
-        example("# A\n")
-    with pytest.raises(DeltaError, match=r"the example of the page fails:\n(.|\n)*ZeroDivisionError"):
-        run_example("```python\n1 / 0\n```\n")
-
-
-def test_writing_the_pages(measured: BenchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_pages, "run_example", lambda page: "printed")
-    (tmp_path / "docs").mkdir()
-    for name in figures(measured):
-        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
-    written = write_pages(measured, tmp_path)
-    assert sorted(str(path.relative_to(tmp_path)) for path in written) == [
-        "README.md",
-        "docs/benchmark.json",
-        "docs/benchmark.md",
-    ]
-    readme = read_places((tmp_path / "README.md").read_text(encoding="utf-8"))
-    assert readme == {"example": "printed", "headline": headline(measured)}
-    assert read_places((tmp_path / "docs/benchmark.md").read_text(encoding="utf-8"))["ways"] == markdown_table(measured)
-    assert read_result(tmp_path / "docs/benchmark.json") == measured
-
-
-def test_pages_are_written_in_a_checkout_only(measured: BenchResult, tmp_path: Path) -> None:
-    with pytest.raises(DeltaError, match=r"README.md cannot be read: .* in a checkout only"):
-        write_pages(measured, tmp_path)
-
-
-class FakeRun(FakeWorker):
-    """Writes a timeline with one step that holds 100 bytes, or 40 under a limit."""
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        assert self.told.mode == "delta" and self.told.timeline is not None
-        if request["do"] == "finish":
-            held, limit = (100, None) if self.told.activations is None else (40, 40)
-            timeline = Timeline(self.told.timeline, {})
-            timeline.emit("memory", 5, resident_bytes=held, limit_bytes=limit)
-            timeline.emit("step", 9, index=0, mode="idle", start_ns=1, end_ns=9, peak_bytes=held)
-            timeline.close()
-        return {}
-
-
-def test_the_picture_is_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_pages, "WorkerProcess", FakeRun)
-    svg = draw_two_runs(replace(TINY, steps=1))
-    for words in ("Delta with 40% (peak 40 B)", "plain PyTorch (peak 100 B)", "budget (40 B)", "over 1 training steps"):
-        assert words in svg
+    monkeypatch.setattr("delta.runtime.zoo.make", full)
+    assert converse(spec()) == [{"out_of_memory": "no more"}]
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def command() -> Any:
-    import typer
-
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(bench.main)
-    return lambda *arguments: CliRunner().invoke(app, arguments)
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(command_line, "machine_facts", lambda *_: {"commit": "abc"})
+    return lambda *arguments: CliRunner().invoke(command_line.app, arguments)
 
 
 def test_the_command_measures_saves_and_shows_again(command: Any, fake_processes: None, tmp_path: Path) -> None:
     saved = tmp_path / "b.json"
-    first = command("--steps", "2", "--layers", "2", "--width", "32", "--save", str(saved), "--json")
+    first = command("--quick", "--models", "byte-gpt,unet", "--budgets", "100%,40%", "--save", str(saved), "--json")
     assert first.exit_code == 0, first.output
-    values = json.loads(first.output.splitlines()[-1])
-    assert values["gradients_identical"] and values["options"]["layers"] == 2
+    values = json.loads(first.stdout.splitlines()[-1])
+    assert values["gradients_identical"] and values["options"]["models"] == ["byte-gpt", "unet"]
+    assert [model["model"] for model in values["models"]] == ["byte-gpt", "unet"]
     again = command("--result", str(saved))
-    assert again.output.splitlines() == first.output.splitlines()[:-1]
+    assert again.stdout.splitlines() == first.stdout.splitlines()[:-1]
+
+
+def test_the_command_goes_on_after_a_model_that_fails(
+    command: Any,
+    fake_processes: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = command_line.measure
+
+    def failing(options: BenchOptions, model: str, timeline: Path | None) -> Any:
+        if model == "unet":
+            raise DeltaError("too large")
+        return honest(options, model, timeline)
+
+    monkeypatch.setattr(command_line, "measure", failing)
+    done = command("--quick", "--models", "unet,byte-gpt", "--budgets", "100%,40%")
+    assert done.exit_code == 1
+    assert any(line.startswith("unet ") and "failed: too large" in line for line in done.stdout.splitlines())
+    assert any(line.startswith("byte-gpt  delta 40%") for line in done.stdout.splitlines())
 
 
 def test_the_command_fails_when_bits_differ(command: Any, measured: BenchResult, tmp_path: Path) -> None:
-    (tmp_path / "b.json").write_text(to_json(with_limited(measured, gradients_identical=False)))
-    assert command("--result", str(tmp_path / "b.json")).exit_code == 1
+    for way, code in (("delta 40%", 1), ("checkpoint", 0)):
+        (tmp_path / "b.json").write_text(to_json(with_row(measured, way, gradients="different").as_dict()))
+        assert command("--result", str(tmp_path / "b.json")).exit_code == code
 
 
-def test_a_mistake_is_a_message(tmp_path: Path) -> None:
+def test_a_mistake_is_a_message() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "delta.runtime.bench", "--activations", "8 apples"],
+        [sys.executable, "-m", "delta.runtime.bench", "--budgets", "8 apples"],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("scripts/bench: activations='8 apples': the unit 'apples' is unknown")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"), [([], 2, "give one argument"), (["results"], 3, "no CUDA device: torch ")]
-)
-def test_gpu_check_without_a_card(tmp_path: Path, arguments: list[str], code: int, says: str) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [ROOT / "scripts/gpu-check", *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
-    assert (done.returncode, done.stdout) == (code, "")
-    assert says in done.stderr
+    assert done.stderr.startswith("scripts/bench: budgets='8 apples': the unit 'apples' is unknown")
 
 
 @pytest.mark.slow
 def test_the_whole_benchmark_for_real() -> None:
-    result = measure(replace(TINY, layers=4, width=128, seq=128, batch=4))
-    assert result.gradients_identical and all(row.gradients_identical for row in result.rows)
-    assert result.row("delta 100%").moved_bytes == 0
-    assert result.row("delta 100%").activation_ratio == 1.0
+    sizes = {"batch": 4, "seq": 128, "layers": 4, "width": 128, "heads": 8}
+    options = replace(TINY, ways=CPU_WAYS, quick=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BenchOptions, "sizes", lambda self, model: sizes)
+        result = measure(options, "byte-gpt")
+    assert {row.gradients for row in result.rows} == {"identical"} and not result.missing
+    idle = result.delta("100%")
+    assert idle is not None and idle.moved_bytes == 0 and idle.activation_ratio == 1.0

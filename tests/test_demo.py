@@ -16,7 +16,7 @@ from torch import nn
 import delta
 from delta.errors import BudgetError, DeltaError, PolicyError
 from delta.report import Report
-from delta.runtime import demo, demo_measure, demo_worker
+from delta.runtime import demo, demo_measure, ways
 from delta.runtime.demo import DemoOptions, DemoResult, Side, run_demo
 from delta.runtime.demo_measure import ResidentPeak, SavedBytes, digest
 from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
@@ -203,7 +203,7 @@ def test_checkpointing_wraps_every_block(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append(use_reentrant)
         return x
 
-    monkeypatch.setattr(demo_worker, "checkpoint", checkpoint)
+    monkeypatch.setattr(ways, "checkpoint", checkpoint)
     converse(TINY.spec("checkpoint"), STEPS[0])
     assert calls == [False, False]
 
@@ -219,8 +219,8 @@ def test_checkpointing_gives_the_same_bits() -> None:
 def test_delta_worker_trains_inside_the_block(runs: list[FakeRun]) -> None:
     answers = converse(replace(TINY.spec("delta"), timeline="t.jsonl"), *STEPS, FINISH)
     (run,) = runs
-    given = {"activations": "40%", "policy": "delta", "timeline": "t.jsonl", "trace": None, "device": "cpu"}
-    assert run.arguments == given
+    given = {"activations": "40%", "budget": None, "timeline": "t.jsonl", "trace": None, "device": "cpu"}
+    assert run.arguments == {**given, "policy": delta.load_policy("delta")}
     assert run.entered == 1 and not run.open
     assert answers[-1]["report"]["peak_activation_bytes"] == 7
     assert answers[-1]["counted_peak_bytes"] is None
@@ -232,7 +232,7 @@ def test_worker_closes_the_block_when_its_lines_end(runs: list[FakeRun]) -> None
 
 
 def test_worker_answers_a_delta_error_with_its_text() -> None:
-    (answer,) = converse(replace(TINY.spec("plain"), layers=0))
+    (answer,) = converse(replace(TINY.spec("plain"), sizes={**TINY.spec("plain").sizes, "layers": 0}))
     assert answer == {"error": "layers=0: must be at least 1"}
 
 
@@ -247,7 +247,7 @@ def test_worker_in_a_process_of_its_own() -> None:
         apart = worker.ask({"do": "step", "index": 0})
         end = worker.ask(FINISH)
         worker._process.kill()
-        with pytest.raises(DeltaError, match=r"the plain process of the demo ended with exit code -9: killed"):
+        with pytest.raises(DeltaError, match=r"the plain process ended with exit code -9: killed"):
             worker.ask(FINISH)
     _, here, _ = converse(TINY.spec("plain"), STEPS[0], FINISH)
     assert float.fromhex(apart["loss"]) == pytest.approx(float.fromhex(here["loss"]), rel=1e-5)
@@ -396,11 +396,7 @@ def test_options_given_to_the_worker() -> None:
     spec = replace(TINY, seed=5).spec("delta")
     assert spec == Spec(
         mode="delta",
-        layers=2,
-        width=32,
-        heads=8,
-        seq=16,
-        batch=2,
+        sizes={"batch": 2, "seq": 16, "layers": 2, "width": 32, "heads": 8},
         seed=5,
         threads=1,
         device="cpu",

@@ -12,7 +12,11 @@ ROOT = Path(__file__).parent.parent
 NOT_PURE = {"delta", "delta.__main__", "delta.cli"}  # the door, lazily, and the command line
 FORBIDDEN_IN_PURE = {"torch", "numpy", "threading", "time", "asyncio", "concurrent", "multiprocessing", "delta.runtime"}
 RECKONING = {"delta.planner.rehearsal": {"numpy"}}  # imported by who plans, when planning
-PROGRAMS = {"delta.runtime.demo_worker", "delta.runtime.script"}  # these use Delta as anyone does
+PROGRAMS = {
+    "delta.runtime.demo_worker",
+    "delta.runtime.bench.hot_path",
+    "delta.runtime.script",
+}  # these use Delta as anyone does
 DOOR = {"delta", "delta.cli", "delta.__main__"}
 
 

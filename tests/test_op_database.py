@@ -12,8 +12,8 @@ import torch
 
 import delta
 from delta.runtime import rematerialise
-from delta.runtime.bench_pages import read_places
 from delta.runtime.opfacts import facts_of
+from delta.runtime.pages import read_places
 from delta.runtime.rawmem import tensor_at
 from delta.runtime.spill import SpillFile
 

@@ -14,6 +14,7 @@ from delta.runtime.demo import DemoOptions
 from delta.runtime.demo_worker import SKIPPED_STEPS, TRACED_STEPS, Spec, Trainer
 from delta.runtime.predict import figures
 from delta.runtime.predict_measure import Prediction, Row, base_spec, evicting, on_this_device, predict
+from delta.runtime.tracing import plain_spec
 from delta.simulate import Status, simulate
 from delta.trace import Trace, read
 from delta.trace.events import Op, Save
@@ -21,8 +22,8 @@ from delta.units import Share
 
 STEPS = 4
 SMALL = {
-    "gpt": replace(DemoOptions(layers=4, width=256, seq=128, batch=8, threads=1).spec("plain"), timeline=None),
-    "resnet-small": base_spec("resnet-small", batch=16, threads=1),
+    "byte-gpt": replace(DemoOptions(layers=4, width=256, seq=128, batch=8, threads=1).spec("plain"), timeline=None),
+    "resnet50": plain_spec("resnet50", {"batch": 16, "pixels": 96, "width": 16}, threads=1),
 }
 
 
@@ -34,7 +35,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 def needs(model: str) -> None:
-    if model != "gpt":
+    if model != "byte-gpt":
         pytest.importorskip("transformers")
 
 
@@ -49,7 +50,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     found = {}
     for model, spec in SMALL.items():
         path = Path(tmp_path_factory.mktemp("traces"), f"{model}.jsonl.gz")
-        if model != "gpt":
+        if model != "byte-gpt":
             pytest.importorskip("transformers")
         trainer = Trainer(replace(spec, mode="delta", trace=str(path)))
         for index in range(SKIPPED_STEPS + TRACED_STEPS):
@@ -91,7 +92,7 @@ def test_each_policy_trains_with_the_same_bits_under_half_and_its_peak_is_foreto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt", "resnet50"])
+@pytest.mark.parametrize("model", ["byte-gpt", "resnet50"])
 def test_the_full_models(model: str) -> None:
     needs(model)
     result = predict(base_spec(model, batch=4, threads=1), evicting(), "50%", timed_steps=1)
@@ -135,5 +136,5 @@ def test_a_result_survives_json_and_fills_a_table() -> None:
 
 
 def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(DeltaError, match="known are gpt, resnet50"):
+    with pytest.raises(DeltaError, match="known are byte-gpt, gpt, bert, resnet50"):
         base_spec("vgg", batch=1, threads=1)

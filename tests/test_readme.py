@@ -16,12 +16,23 @@ from delta.cli import app
 from delta.config import Policy
 from delta.errors import PolicyError
 from delta.policies.loader import load
-from delta.runtime.bench_pages import NOT_MEASURED, RESULT, example, figures, read_places, read_result
+from delta.runtime.bench.pages import (
+    DEVICES,
+    figures,
+    largest_figures,
+    largest_file,
+    nothing_measured,
+    read_bench,
+    read_largest,
+    result_file,
+)
+from delta.runtime.bench.pages import page as page_of
+from delta.runtime.pages import example, read_places
 from delta.timeline import EVENTS
 from delta.timeline.format import VERSION_KEY
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def page(name: str) -> str:
@@ -100,13 +111,28 @@ def test_the_first_screen_has_a_picture() -> None:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmark.md"])
-def test_figures_are_those_of_the_measurement(name: str) -> None:
-    places = {place: content for place, content in read_places(page(name)).items() if place != "example"}
-    if (ROOT / RESULT).exists():
-        assert places == figures(read_result(ROOT / RESULT))[name]
-    else:
-        assert set(places.values()) == {NOT_MEASURED}
+def measured(device: str) -> dict[str, dict[str, str]]:
+    """Page -> name of a place -> what belongs there, by the results that are kept."""
+    found = {page_of(device): nothing_measured(device)}
+    if (ROOT / result_file(device)).exists():
+        result = read_bench(ROOT / result_file(device))
+        found = {name: found.get(name, {}) | places for name, places in figures(result).items()}
+    if (ROOT / largest_file(device)).exists():
+        found[page_of(device)] |= largest_figures(read_largest(ROOT / largest_file(device)))[page_of(device)]
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_figures_are_those_of_the_measurement(device: str) -> None:
+    for name, places in measured(device).items():
+        there = read_places(page(name))
+        there.pop("example", None)
+        assert there == places
+
+
+def test_where_nothing_was_measured_the_page_says_so() -> None:
+    text = page(page_of("cuda"))
+    assert (ROOT / result_file("cuda")).exists() != ("*Not measured on CUDA.*" in text.partition("## Result")[0])
 
 
 # --- docs -------------------------------------------------------------------------------------------------------------
@@ -175,7 +201,7 @@ def test_the_timeline_page_reads_a_real_file(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", page(name))
-    local = [target for target in targets if "://" not in target and target != "benchmark.json"]
+    local = [target for target in targets if "://" not in target]
     assert all(((ROOT / name).parent / target).exists() for target in local), local
 
 

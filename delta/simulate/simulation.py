@@ -27,7 +27,7 @@ from delta.units import Bytes, Share, format_bytes
 
 STEPS = 3
 _AMPLE_BYTES = 1 << 62
-_NO_LINK = Link(1.0, 1.0)  # never used: without a link nothing is swapped
+NO_LINK = Link(1.0, 1.0)  # never used: without a link nothing is swapped
 
 
 class Status(StrEnum):
@@ -109,7 +109,7 @@ def simulate(
     # Of what autograd saves a share is taken as it is: its bytes are known only when one step has been seen.
     limit = Budget(activations=Bytes(nbytes - trace.constant_bytes) if everything else budget)
     layout = _layout(policy, machine, everything)
-    engine = Engine(_fitting(policy, link), limit, link or _NO_LINK, announced=everything, layout=layout)
+    engine = Engine(_fitting(policy, link), limit, link or NO_LINK, announced=everything, layout=layout)
     watched = Stopwatch(engine, clock)
     player = Player(trace, cast(Engine, watched), machine)
     steps, status, why = _play(player)

@@ -1,21 +1,16 @@
-#!/usr/bin/env python3
-"""What an eviction costs the engine, by how many storages are live, for each score and each way to count costs.
+"""``scripts/bench decisions``: what an eviction costs the engine, by how many storages are live, for each score.
 
 The engine has a long net with a skip every ten layers, of which a tenth is evicted. Over and over the storage that has
 been gone the longest is asked for, and comes back with all that it is made of; then as many others go. What came back
-is part of what the next eviction has to take note of. Only `Engine.evict_one` is timed.
-
-    scripts/bench-decisions [--live 1000,10000] [--evictions 2000]
+is part of what the next eviction has to take note of. Only `Engine.make_place` is timed, which here evicts one storage.
 """
 
-import argparse
+from __future__ import annotations
+
 import random
-import sys
 import time
 from collections import deque
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from collections.abc import Iterator, Sequence
 
 from delta.budget import Budget
 from delta.config import Policy
@@ -34,7 +29,6 @@ KINDS = [
     ("lru", "own", "recompute"),
     ("size", "own", "recompute"),
 ]
-LOOKED_AT = ("delta", "action", "swap, recompute")  # hidden swaps are priced by the queue on the link: a look at all
 TICK_NS = 50_000
 
 
@@ -68,11 +62,11 @@ class Net:
         self.now_ns += cost_ns
         reads = tuple(record - back for back in (1, 10) if record >= back and (back == 1 or record % 10 == 0))
         self.engine.created(record, nbytes, Kind.ACTIVATION, self.now_ns)
-        self.engine.op_ran(OpInfo(record, "layer", reads, (record,), cost_ns, True))
+        self.engine.op_ran(OpInfo(record, "layer", reads, (record,), cost_ns, True), self.now_ns)
         self.engine.saved(record, nbytes, self.now_ns)
 
     def evict(self) -> None:
-        for instruction in self.engine.evict_one(self.now_ns):
+        for instruction in self.engine.make_place(1, self.now_ns):
             if isinstance(instruction, SwapOut):
                 self.engine.copied_out(instruction.record)
             if isinstance(instruction, Drop | SwapOut):
@@ -97,6 +91,7 @@ class Net:
 
 
 def eviction_ns(live: int, kind: tuple[str, str, str], evictions: int) -> float:
+    """Processor time of an eviction among ``live`` storages; ``kind`` is a score, a cost and the actions."""
     net, spent_ns, done = Net(live, *kind), 0, 0
     while done < evictions:
         net.now_ns += TICK_NS
@@ -109,19 +104,9 @@ def eviction_ns(live: int, kind: tuple[str, str, str], evictions: int) -> float:
     return spent_ns / done
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--live", default="1000,3000,10000,30000,100000", help="numbers of live storages")
-    parser.add_argument("--evictions", type=int, default=2000, help="for each number")
-    options = parser.parse_args()
-    sizes = [int(size) for size in options.live.split(",")]
-    print(f"{'us for each eviction':42}" + "".join(f"{size:>10,}" for size in sizes))
+def lines(sizes: Sequence[int], evictions: int) -> Iterator[str]:
+    """The table, a line at a time: microseconds, a column for each number of live storages."""
+    yield f"{'us for each eviction':42}" + "".join(f"{size:>10,}" for size in sizes)
     for kind in KINDS:
-        print("{:15}{:15}{:12}".format(*kind), end="", flush=True)
-        for live in sizes:
-            print(f"{eviction_ns(live, kind, options.evictions) / 1e3:>10.1f}", end="", flush=True)
-        print()
-
-
-if __name__ == "__main__":
-    main()
+        times_us = (eviction_ns(live, kind, evictions) / 1e3 for live in sizes)
+        yield "{:15}{:15}{:12}".format(*kind) + "".join(f"{time_us:>10.1f}" for time_us in times_us)

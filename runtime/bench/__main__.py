@@ -1,0 +1,232 @@
+"""The command line of ``scripts/bench``.
+
+Run by hand on a quiet machine: it prints ratios and asserts nothing but that Delta's gradients are the same bits.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from delta.errors import DeltaError
+from delta.runtime.bench import hot_path as hot
+from delta.runtime.bench import largest_view, view
+from delta.runtime.bench.decisions import lines
+from delta.runtime.bench.largest import LargestOptions, LargestResult, Trial, search
+from delta.runtime.bench.measure import measure
+from delta.runtime.bench.options import (
+    BUDGETS,
+    CPU_WAYS,
+    CUDA_WAYS,
+    QUICK_BUDGETS,
+    QUICK_STEPS,
+    STEPS,
+    BenchOptions,
+    default_models,
+    left_out,
+)
+from delta.runtime.bench.pages import read_bench, read_largest, write_bench, write_largest
+from delta.runtime.bench.picture import draw_two_runs
+from delta.runtime.bench.result import BenchResult, ModelResult
+from delta.runtime.command import run_app
+from delta.runtime.demo import DemoOptions
+from delta.runtime.facts import machine_facts
+from delta.runtime.pages import to_json, write_file
+from delta.runtime.zoo import ZOO
+
+_NAME = "scripts/bench"
+_LARGEST_MODELS = ("resnet50", "resnet101")
+_LARGEST_CPU_MODELS = ("resnet50",)
+
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Threads = Annotated[int, typer.Option(help="Threads of PyTorch in each process.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Few small models, few steps: to see that all works.")]
+Autocast = Annotated[bool | None, typer.Option(help="bfloat16 autocast; by default on CUDA only.")]
+Save = Annotated[Path | None, typer.Option(help="Write the result to this file, as JSON.")]
+Result = Annotated[Path | None, typer.Option(help="Show this saved result instead of measuring.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON in the last line.")]
+WriteDocs = Annotated[
+    bool, typer.Option("--write-docs", help="Fill the figures of README.md and docs/, in the current directory.")
+]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def compare(
+    context: typer.Context,
+    models: Annotated[str, typer.Option(help=f"Of {', '.join(ZOO)}; by default those for the device.")] = "",
+    ways: Annotated[str, typer.Option(help=f"Of {', '.join(CUDA_WAYS)}; by default those for the device.")] = "",
+    budgets: Annotated[str, typer.Option(help=f"For delta and compile. By default {','.join(BUDGETS)}.")] = "",
+    steps: Annotated[int, typer.Option(help=f"Timed steps of each way; 0: {STEPS}, {QUICK_STEPS} if quick.")] = 0,
+    threads: Threads = 2,
+    device: Device = "cpu",
+    policy: Annotated[str, typer.Option(help="Delta's policy: a shipped one or a YAML file.")] = "delta",
+    autocast: Autocast = None,
+    at_once: Annotated[int, typer.Option(help="Processes that share the machine; 0: as many as fit.")] = 0,
+    quick: Quick = False,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write the timeline of the first model under the last budget to this file.")
+    ] = None,
+    save: Save = None,
+    result: Result = None,
+    as_json: AsJson = False,
+    write_docs: WriteDocs = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Only draw the README's picture: the demo with and without a limit, as SVG.")
+    ] = None,
+) -> None:
+    """Train models in several ways, step by step in turn, and compare times, memory and every bit of the gradients."""
+    if context.invoked_subcommand is not None:
+        return
+    if picture is not None:
+        write_file(picture, draw_two_runs(DemoOptions(steps=steps or QUICK_STEPS, threads=threads, device=device)))
+        return
+    if result is not None:
+        measured = read_bench(result)
+    else:
+        on_cuda = device != "cpu"
+        options = BenchOptions(
+            models=_names(models) or default_models(device, quick),
+            ways=_names(ways) or (CUDA_WAYS if on_cuda else CPU_WAYS),
+            budgets=_names(budgets) or (QUICK_BUDGETS if quick else BUDGETS),
+            steps=steps or (QUICK_STEPS if quick else STEPS),
+            threads=threads,
+            device=device,
+            policy=policy,
+            quick=quick,
+            autocast=on_cuda if autocast is None else autocast,
+            at_once=at_once,
+        )
+        if not models:
+            for name in left_out(device, quick):
+                _say(f"{name} is left out: pip install {ZOO[name].package}")
+        measured = _measured(options, timeline, save)
+    typer.echo(view.text(measured))
+    if save is not None:
+        write_file(save, to_json(measured.as_dict()))
+    if write_docs:
+        _say(f"written: {', '.join(map(str, write_bench(measured, Path())))}")
+    if as_json:
+        typer.echo(_line(measured.as_dict()))
+    if not measured.gradients_identical or any(not model.rows for model in measured.models):
+        raise typer.Exit(1)
+
+
+def _measured(options: BenchOptions, timeline: Path | None, save: Path | None) -> BenchResult:
+    """Model by model. One that fails has no rows; what is known so far is saved after each."""
+    facts = machine_facts(options.device, options.policy)  # before there are other processes: it measures the link
+    found: list[ModelResult] = []
+    for number, model in enumerate(options.models):
+        _say(f"{model}: {len(options.compared())} ways")
+        try:
+            found.append(measure(options, model, timeline=None if number else timeline))
+        except DeltaError as error:
+            _say(f"{model}: {error}")
+            missing = {"plain": f"failed: {error}"}
+            found.append(ModelResult(model=model, sizes=options.sizes(model), rows=(), missing=missing))
+        measured = BenchResult(options=options, machine=facts, command=_command(), models=tuple(found))
+        if save is not None:
+            write_file(save, to_json(measured.as_dict()))
+    return measured
+
+
+@app.command("max-batch")
+def max_batch(
+    limit: Annotated[
+        str, typer.Option(help="The allocator's bytes on CUDA, bytes of saved activations on a CPU.")
+    ] = "",
+    models: Annotated[str, typer.Option(help="By default the ResNets.")] = "",
+    policies: Annotated[str, typer.Option(help="Delta's policies.")] = "delta",
+    ways: Annotated[str, typer.Option(help="Ways of today beside them (CUDA): checkpoint, sac, ...")] = "",
+    steps: Annotated[int, typer.Option(help="Steps of each trial; the first is not timed.")] = 3,
+    most: Annotated[int, typer.Option(help="No batch above this one is tried.")] = 65536,
+    precision: Annotated[float, typer.Option(help="How close to the largest batch is close enough.")] = 0.03,
+    threads: Threads = 2,
+    device: Device = "cpu",
+    autocast: Autocast = False,
+    quick: Quick = False,
+    save: Save = None,
+    result: Result = None,
+    as_json: AsJson = False,
+    write_docs: WriteDocs = False,
+) -> None:
+    """Find the largest batch that trains under a limit, plain and under policies, and what it still gets done."""
+    if result is not None:
+        found = read_largest(result)
+    else:
+        options = LargestOptions(
+            models=_names(models) or (_LARGEST_CPU_MODELS if device == "cpu" else _LARGEST_MODELS),
+            limit=limit,
+            policies=_names(policies),
+            ways=_names(ways),
+            steps=steps,
+            most=most,
+            precision=precision,
+            threads=threads,
+            device=device,
+            quick=quick,
+            autocast=bool(autocast),
+        )
+        found = search(options, machine_facts(device), _command(), done=_tell)
+    typer.echo(largest_view.text(found))
+    _put_away(found, save, write_docs, as_json)
+
+
+def _put_away(found: LargestResult, save: Path | None, write_docs: bool, as_json: bool) -> None:
+    if save is not None:
+        write_file(save, to_json(found.as_dict()))
+    if write_docs:
+        _say(f"written: {', '.join(map(str, write_largest(found, Path())))}")
+    if as_json:
+        typer.echo(_line(found.as_dict()))
+
+
+def _tell(model: str, way: str, trial: Trial) -> None:
+    outcome = f"{trial.samples_per_s:.2f} samples/s" if trial.samples_per_s is not None else trial.why
+    _say(f"{model}, {way}, batch {trial.batch}: {outcome}")
+
+
+@app.command("hot-path")
+def hot_path(
+    ops: Annotated[int, typer.Option(help="Tiny ops in a step.")] = 300,
+    rounds: Annotated[int, typer.Option(help="Rounds, of which medians are taken.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """What Delta's Python costs for each op, each pack and unpack, and each decision to evict."""
+    measured = hot.measure(ops, rounds)
+    typer.echo(str(measured))
+    if as_json:
+        typer.echo(_line(measured.as_dict()))
+
+
+@app.command()
+def decisions(
+    live: Annotated[str, typer.Option(help="Numbers of live storages.")] = "1000,3000,10000,30000,100000",
+    evictions: Annotated[int, typer.Option(help="For each number.")] = 2000,
+) -> None:
+    """What an eviction costs the engine, by how many storages are live, for each score and each way to count costs."""
+    for line in lines([int(size) for size in _names(live)], evictions):
+        typer.echo(line)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _command() -> str:
+    return shlex.join([_NAME, *sys.argv[1:]])
+
+
+def _line(values: object) -> str:
+    return to_json(values, indent=None).rstrip("\n")
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    run_app(app, _NAME)

@@ -1,0 +1,51 @@
+"""A trace of one plain step of a model of the zoo, recorded in a process of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from delta.runtime.demo_process import WorkerProcess
+from delta.runtime.demo_worker import SKIPPED_STEPS, TRACED_STEPS, Spec
+from delta.trace import Trace, read
+
+
+def plain_spec(model: str, sizes: Mapping[str, int], *, threads: int, device: str = "cpu", seed: int = 0) -> Spec:
+    """A plain training of a model, for others to be made from."""
+    return Spec(
+        mode="plain",
+        model=model,
+        sizes=sizes,
+        seed=seed,
+        threads=threads,
+        device=device,
+        activations=None,
+        policy="delta",
+        timeline=None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A trace, and the most memory that the process which made it took: of the device, or resident on a CPU."""
+
+    trace: Trace
+    process_bytes: int
+
+
+def record(spec: Spec) -> Recorded:
+    """A trace of one plain step: of the steps recorded, the one whose ops took the least time, because other work on
+    the machine met it least."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, f"{spec.model}.jsonl.gz")
+        watched = replace(spec, mode="delta", activations=None, trace=str(path))
+        with WorkerProcess(watched) as worker:
+            worker.wait_ready()
+            for index in range(SKIPPED_STEPS + TRACED_STEPS):
+                worker.ask({"do": "step", "index": index})
+            end = worker.ask({"do": "finish"})
+        traces = (read(found) for found in sorted(Path(directory).iterdir()))
+        fastest = min(traces, key=lambda trace: trace.base_ns)
+    return Recorded(fastest, int(end["peak_reserved_bytes"] or end["peak_rss_bytes"]))
