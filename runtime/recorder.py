@@ -95,7 +95,9 @@ class Recorder(TorchDispatchMode):
         with core.entered():
             written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
             preserved = core.writes.begin(written)
+            began_ns = time.perf_counter_ns()
             result = core.rescued(func, args, kwargs)
+            core.own_time(time.perf_counter_ns() - began_ns)
             core.writes.settle(core.writes.end(written, preserved))
             if keep_track:
                 self._products(results_of(result), [], {})

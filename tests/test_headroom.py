@@ -168,7 +168,7 @@ def test_a_plan_is_made_again_when_what_is_beside_has_moved():
         learner.needed(0, 2)
         learner.released(0)
         beside = Beside(Track([level], [10]), Track([level], [0]))
-        learner.end(3, 900, SIZE, lambda known: 1000, True, {}, beside)
+        learner.end(3, 900, SIZE, lambda known: 1000, True, {}, beside=beside)
     assert planned == [(510, 500)] * 3 + [(530, 520), (470, 460)]
 
 
