@@ -40,7 +40,7 @@ from delta.types import Link
 from delta.units import Bytes, Share, parse_size
 
 SAMPLE_S = 0.05
-# The part of a copy's time that compute loses to it. On a CPU device the I/O threads share cores, page tables and memory
+# The part of a copy's time that compute loses to it. On a CPU device I/O threads share cores, page tables and memory
 # bandwidth with the ops: beside copies out an op with a thread on each core lost as much time as they took, beside
 # copies back two to five times that. A copy engine takes next to nothing.
 INTERFERENCE = {"cpu": 1.0, "chaos": 0.3, "cuda": 0.02}
