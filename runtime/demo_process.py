@@ -21,9 +21,10 @@ class OutOfMemory(DeltaError):
 
 
 class WorkerProcess:
-    """Starts at construction; leaving the ``with`` block ends it, whatever happened."""
+    """Starts at construction, with `settings` in its environment; leaving the ``with`` block ends it, whatever
+    happened."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, settings: Mapping[str, str] | None = None) -> None:
         self._mode = spec.mode
         self._process = subprocess.Popen(
             [sys.executable, "-m", _MODULE],
@@ -31,7 +32,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            env={**_QUIET, **os.environ},
+            env={**_QUIET, **(settings or {}), **os.environ},
         )
         self._send(asdict(spec))
 

@@ -32,7 +32,11 @@ from delta.runtime.zoo import ZOO
 from delta.simulate.floor import floors
 from delta.units import parse_size
 
-WARM_UP_STEPS = 3  # first-touch page faults, Delta observing and refining its plan
+# First-touch page faults, Delta observing, refining its plan and following it once before it records less.
+WARM_UP_STEPS = 6
+# glibc's heap keeps the pages it has, in every process: faulting them in again took up to a third of a step, now more
+# and now less, and has nothing to do with what is compared.
+KEEPS_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": str(2**26)}
 _USED = 0.7  # of the memory that is free; the rest is left to the caches of allocators and to others
 
 
@@ -136,7 +140,7 @@ def turns(names: Sequence[str], timed_steps: int) -> Iterator[tuple[str, int, di
 
 def _train(specs: Mapping[str, Spec], timed_steps: int) -> _Outcome:
     with ExitStack() as stack:
-        group = _Group({name: stack.enter_context(WorkerProcess(spec)) for name, spec in specs.items()})
+        group = _Group({name: stack.enter_context(WorkerProcess(spec, KEEPS_PAGES)) for name, spec in specs.items()})
         for name, index, counted in turns(list(specs), timed_steps):
             group.ask(name, {"do": "step", "index": index, **counted})
         for name in specs:

@@ -23,7 +23,7 @@ TINY_TEXT = {"batch": 2, "seq": 16, "layers": 2, "width": 32, "heads": 2, "vocab
 MEDIUM = {"batch": 8, "seq": 1024, "layers": 24, "width": 1024, "heads": 16, "vocabulary": 50257}
 LARGE = {"batch": 4, "seq": 1024, "layers": 36, "width": 1280, "heads": 20, "vocabulary": 50257}
 LLAMA_1B = {"batch": 4, "seq": 2048, "layers": 16, "width": 2048, "heads": 32, "vocabulary": 32000}
-RESNET = {"batch": 8, "pixels": 160, "width": 64}
+RESNET = {"batch": 16, "pixels": 224, "width": 64}
 RESNET_CUDA = {"batch": 128, "pixels": 224, "width": 64}
 TINY_RESNET = {"batch": 2, "pixels": 32, "width": 8}
 
@@ -58,13 +58,13 @@ ZOO: Mapping[str, Entry] = {
     "resnet50": Entry(vision.resnet50, cpu=RESNET, cuda=RESNET_CUDA, tiny=TINY_RESNET),
     "vit": Entry(
         vision.vit,
-        cpu={"batch": 8, "pixels": 224, "layers": 8, "width": 384, "heads": 6},
+        cpu={"batch": 16, "pixels": 224, "layers": 8, "width": 384, "heads": 6},
         cuda={"batch": 64, "pixels": 224, "layers": 12, "width": 768, "heads": 12},
         tiny={"batch": 2, "pixels": 32, "layers": 2, "width": 32, "heads": 2},
     ),
     "unet": Entry(
         vision.unet,
-        cpu={"batch": 4, "pixels": 128, "width": 32, "levels": 4},
+        cpu={"batch": 8, "pixels": 128, "width": 32, "levels": 4},
         cuda={"batch": 16, "pixels": 512, "width": 64, "levels": 5},
         tiny={"batch": 2, "pixels": 16, "width": 4, "levels": 2},
         package=None,
