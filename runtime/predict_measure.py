@@ -20,15 +20,13 @@ from delta.engine import MISSED
 from delta.errors import DeltaError
 from delta.policies.loader import load, names
 from delta.runtime import zoo
-from delta.runtime.demo_process import WorkerProcess
+from delta.runtime.demo_process import KEEPS_PAGES, WARM_UP_STEPS, WorkerProcess
 from delta.runtime.demo_worker import Spec
 from delta.runtime.facts import machine_facts
 from delta.runtime.tracing import plain_spec, record
 from delta.simulate import Run, simulate
 from delta.types import Action
 from delta.units import parse_size
-
-WARM_UP_STEPS = 3  # page faults, Delta observing and refining its plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +134,7 @@ def _measure(plain: Spec, limited: Spec, run: Run, timed_steps: int) -> Row:
     last = WARM_UP_STEPS + timed_steps
     answers: dict[str, list[dict[str, Any]]] = {"plain": [], "delta": []}
     with ExitStack() as stack:
-        workers = {spec.mode: stack.enter_context(WorkerProcess(spec)) for spec in (plain, limited)}
+        workers = {spec.mode: stack.enter_context(WorkerProcess(spec, KEEPS_PAGES)) for spec in (plain, limited)}
         for worker in workers.values():
             worker.wait_ready()
         for index in range(last + 1):

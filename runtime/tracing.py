@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from delta.runtime.demo_process import WorkerProcess
+from delta.runtime.demo_process import KEEPS_PAGES, WorkerProcess
 from delta.runtime.demo_worker import SKIPPED_STEPS, TRACED_STEPS, Spec
 from delta.trace import Trace, read
 
@@ -41,7 +41,7 @@ def record(spec: Spec) -> Recorded:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, f"{spec.model}.jsonl.gz")
         watched = replace(spec, mode="delta", activations=None, trace=str(path))
-        with WorkerProcess(watched) as worker:
+        with WorkerProcess(watched, KEEPS_PAGES) as worker:
             worker.wait_ready()
             for index in range(SKIPPED_STEPS + TRACED_STEPS):
                 worker.ask({"do": "step", "index": index})

@@ -24,7 +24,7 @@ from delta.runtime import monitor
 from delta.runtime.bench.options import PLAIN, BenchOptions, Way
 from delta.runtime.bench.result import DIFFERENT, IDENTICAL, ModelResult, Row
 from delta.runtime.demo import Side, side_from
-from delta.runtime.demo_process import WorkerProcess
+from delta.runtime.demo_process import KEEPS_PAGES, WARM_UP_STEPS, WorkerProcess
 from delta.runtime.demo_worker import Spec
 from delta.runtime.tracing import Recorded, plain_spec, record
 from delta.runtime.ways import unavailable
@@ -32,11 +32,6 @@ from delta.runtime.zoo import ZOO
 from delta.simulate.floor import floors
 from delta.units import parse_size
 
-# First-touch page faults, Delta observing, refining its plan and following it once before it records less.
-WARM_UP_STEPS = 6
-# glibc's heap keeps the pages it has, in every process: faulting them in again took up to a third of a step, now more
-# and now less, and has nothing to do with what is compared.
-KEEPS_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": str(2**26)}
 _USED = 0.7  # of the memory that is free; the rest is left to the caches of allocators and to others
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from delta.runtime import pages
 from delta.runtime.bench.goals import Goal, goals
-from delta.runtime.bench.measure import WARM_UP_STEPS
 from delta.runtime.bench.result import BenchResult, Row
+from delta.runtime.demo_process import WARM_UP_STEPS
 from delta.text import aligned
 from delta.units import Share, format_bytes, format_ns, parse_size
 
