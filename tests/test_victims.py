@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from logs import random_net, residual_net
 from test_simulate import saved_steps, steps
 
+from delta.budget import Budget
 from delta.candidates import Candidates
 from delta.config import Policy
 from delta.costs import closure_ns, own_ns
@@ -25,7 +26,7 @@ from delta.simulate import simulate
 from delta.trace import Trace, read
 from delta.trace.events import Op
 from delta.types import Action, Cost, Link
-from delta.units import Share
+from delta.units import Bytes, Share
 
 LINK = Link(20e9, 5e9)
 
@@ -154,7 +155,7 @@ def test_a_look_at_all_is_left_where_the_cost_hangs_on_the_queue():
     both, recompute = ("swap", "recompute"), ("recompute",)
 
     def is_ranked(*args, actions) -> bool:
-        engine = Engine(a_policy(*args, actions=actions), None, LINK)
+        engine = Engine(a_policy(*args, actions=actions), Budget(activations=Bytes(1)), LINK)
         return engine._room.candidates._victims is not None
 
     assert not is_ranked("delta", "action", actions=both)
