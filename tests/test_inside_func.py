@@ -136,6 +136,13 @@ def several_gradients_at_once() -> list[Tensor]:
     return list(torch.autograd.grad(curve(x), x, torch.eye(WIDTH), is_grads_batched=True))
 
 
+def several_gradients_of_noise_at_once() -> list[Tensor]:
+    """What backward asks for is made with random numbers, which this kind of vmap refuses to draw."""
+    x = torch.randn(WIDTH, requires_grad=True)
+    noisy = torch.nn.functional.dropout(curve(x)).exp()
+    return list(torch.autograd.grad(noisy, x, torch.eye(WIDTH), is_grads_batched=True))
+
+
 def listed(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     return list(found) if isinstance(found, tuple) else [found]
 
@@ -153,6 +160,7 @@ RUN: dict[str, Callable[[], list[Tensor]]] = {
         forward_over_reverse,
         gradients_checked,
         several_gradients_at_once,
+        several_gradients_of_noise_at_once,
     )
 }
 RUN |= {
