@@ -15,8 +15,9 @@ from delta.filter import COSTLESS, LINES, SCORES, Candidate, Victims
 from delta.filter.neighbours import cheapest_neighbours
 from delta.layout import Area
 from delta.learner import Learner
-from delta.ledger import Host, Ledger, Record
+from delta.ledger import Ledger
 from delta.nextuse import NextUse
+from delta.record import Host, Record
 from delta.types import Action, Cost, Encoding, Kind
 
 PRICES = 1 << 40  # of a score of 1: prices of neighbours are summed, and sums are exact in whole numbers

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from delta.ledger import Ledger, Record
+from delta.ledger import Ledger
+from delta.record import Record
 from delta.types import Cost, Link
 
 

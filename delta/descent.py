@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from delta.ledger import Ledger, LedgerError
+from delta.ledger import Ledger
+from delta.record import LedgerError
 from delta.types import OpInfo
 
 

@@ -12,7 +12,7 @@ and what nobody needs goes after every op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -25,9 +25,10 @@ from delta.families import FamilyLearner
 from delta.headroom import HeadRoom
 from delta.layout import Layout
 from delta.learner import AIM, ANY_LOOK, NOTHING, Learner
-from delta.ledger import Host, Ledger, Record
-from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
+from delta.ledger import Ledger
+from delta.planning import Planning
 from delta.recall import Recall
+from delta.record import Host, Record
 from delta.room import Room
 from delta.routine import Routine
 from delta.step_ends import StepEnds
@@ -77,9 +78,9 @@ class Engine:
         self.queue = LinkQueue(link)
         self.totals = Totals()
         self.finished_steps: list[StepSummary] = []
-        planned = policy.planner.kind != "none"
         self._clock = clock
-        make_plan = self._make_plan if planned else None
+        self.planning = Planning(policy, budget, link, announced)
+        make_plan = self.planning.plan if policy.planner.kind != "none" else None
         # Where nothing has to be guessed, nothing is left unused.
         aim = 1.0 if announced else AIM
         self.looks = policy.planner.kind == "mimose"  # at more of a saved tensor than its signature
@@ -89,10 +90,11 @@ class Engine:
             else Learner(policy.filter.min_bytes, make_plan, aim)
         )
         self.learner.selective = not policy.rules  # they ask for the names of ops
-        if policy.planner.kind in FEEDBACK:
-            self.learner.heed_late = self._heed_late
+        self.planning.learner = self.learner
+        if self.planning.heeds_late:
+            self.learner.heed_late = self.planning.heed_late
         self._headroom = HeadRoom(budget, self.ledger, self.learner) if budget.device_bytes is not None else None
-        self._by_position = self._headroom if policy.planner.kind in BY_POSITION else None
+        self._by_position = self._headroom if self.planning.by_position else None
         self._room = Room(
             policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced, self._by_position
         )
@@ -101,10 +103,6 @@ class Engine:
         self.step_ends = StepEnds()
         self._largest_bytes = 0
         self._lost_ns = 0
-        self._plans_made = 0
-        self._open_tasks: list[
-            tuple[Task, int]
-        ] = []  # with the bytes it aims at; planned at once, worth a longer search; the last one planned last
         self._position = 0  # needs of this step that plans have been followed for
         self._failed: BudgetError | None = None
         self._recording = False
@@ -225,7 +223,7 @@ class Engine:
     def saved(self, record: int, signature: int, now_ns: int, look: Look = ANY_LOOK) -> list[Instruction]:
         """Autograd saved a tensor on `record`. The record is alive."""
         rec = self.ledger[record]
-        begins, plans_before, began_ns = not self.learner.in_step, self._plans_made, 0
+        begins, plans_before, began_ns = not self.learner.in_step, self.planning.made, 0
         if begins:
             began_ns = self._clock()
             self._raise_failed()
@@ -234,7 +232,7 @@ class Engine:
             self.learner.standing_bytes = self.ledger.resident_bytes if self.ledger.left_over else 0
         self.learner.packed(signature, now_ns - self._lost_ns, look)
         if begins and self.learner.plan is not None:
-            self.totals.planned(self._plans_made > plans_before, self._clock() - began_ns)
+            self.totals.planned(self.planning.made > plans_before, self._clock() - began_ns)
         first = rec.saved_at < 0
         alone = self.ledger.save(record, len(self._recall.by_order))
         rec.stretch = self.step_ends.stretch
@@ -619,7 +617,7 @@ class Engine:
         ledger, mode = self.ledger, self.learner.mode
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
         self._tell_shortage(summary.peak_bytes)
-        plans_before, began_ns = self._plans_made, self._clock()
+        plans_before, began_ns = self.planning.made, self._clock()
         peak_bytes, limit, beside = summary.peak_bytes, self.budget.limit_bytes, NOTHING
         if self._by_position is not None:
             peak_bytes, beside = self._by_position.peak_bytes, self._by_position.measured
@@ -640,7 +638,7 @@ class Engine:
         if self._headroom is not None:
             self.budget.step_used(self._headroom.peak_bytes)
             self._headroom.new_step()
-        if self._plans_made > plans_before:
+        if self.planning.made > plans_before:
             self.totals.planned(True, self._clock() - began_ns)
         out = self._let_go_idle(*ledger.cut())
         self._room.new_step()
@@ -688,50 +686,3 @@ class Engine:
             if action is not None:
                 forced[order] = action
         return forced
-
-    # -- planning beside the training ---------------------------------------------------------------------------------
-    @property
-    def open_task(self) -> Task | None:
-        """What a longer search (`BESIDE`) may find a better plan for, outside of the engine; None if nothing is open.
-
-        The same task as long as it is worth the search: once its kind of step has been planned anew, it is not."""
-        tasks = self._open_tasks
-        while tasks and self.learner.planned_as(tasks[-1][0].graph, tasks[-1][1]) is None:
-            tasks.pop()
-        return tasks[-1][0] if tasks else None
-
-    def search_ended(self, task: Task, plan: Plan | None) -> None:
-        """The search for an open task is over. A plan it found is followed from the next step on.
-
-        To be told between two steps. An answer to what is not asked any more is left."""
-        ended = [aim_bytes for other, aim_bytes in self._open_tasks if other is task]
-        self._open_tasks = [(other, aim_bytes) for other, aim_bytes in self._open_tasks if other is not task]
-        profile = self.learner.planned_as(task.graph, ended[0]) if ended else None
-        if profile is not None and plan is not None:
-            self.learner.follow(profile, plan)
-
-    def _make_plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
-        self._plans_made += 1
-        policy, kind = self.policy, self.policy.planner.kind
-        known = () if self._announced else self.learner.actions_for(graph)
-        aim_bytes = limit_bytes
-        if self._by_position is not None and not graph.beside_saves:
-            limit_bytes = max(0, limit_bytes - self.budget.other_bytes)
-        task = Task(
-            graph,
-            limit_bytes,
-            self.queue.link,
-            policy.director.actions,
-            forced,
-            self._announced,
-            policy.planner,
-            known,
-        )
-        plan = PLANNERS[kind](task)
-        if kind in BESIDE and not self._announced and not plan.idle:
-            others = (other for other in self._open_tasks if other[0].graph is not graph)
-            self._open_tasks = [*others, (task, aim_bytes)]
-        return plan
-
-    def _heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:
-        return FEEDBACK[self.policy.planner.kind](plan, graph, self.queue.link, late)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from delta.candidates import Candidates
 from delta.learner import Learner
-from delta.ledger import Host, Ledger, Record
+from delta.ledger import Ledger
 from delta.planner import Plan
+from delta.record import Host, Record
 from delta.types import Action, AwaitOut, Instruction
 
 CarryOut = Callable[[Record, Action, int, bool], list[Instruction]]

@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from delta.learner import Learner
-from delta.ledger import Record
 from delta.planner import Plan
+from delta.record import Record
 
 NEVER_NS = 1 << 62  # until the next use of what is not used again
 

@@ -8,7 +8,8 @@ from typing import Literal
 from delta.config import Policy
 from delta.costs import LinkQueue
 from delta.learner import Learner
-from delta.ledger import Host, Ledger, Record
+from delta.ledger import Ledger
+from delta.record import Host, Record
 from delta.room import Room
 from delta.types import Action, Decode, Hold, Instruction, Kind, SwapIn
 

@@ -17,8 +17,9 @@ from delta.following import Following
 from delta.headroom import HeadRoom
 from delta.layout import Area, Layout, Place
 from delta.learner import Learner
-from delta.ledger import Host, Ledger, Record
+from delta.ledger import Ledger
 from delta.planner import Plan
+from delta.record import Host, Record
 from delta.shortage import Shortage, parts_of
 from delta.totals import Totals
 from delta.types import Action, AwaitOut, Drop, Encode, Encoding, Hold, Instruction, SwapOut

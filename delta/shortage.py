@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from delta.ledger import Record
+from delta.record import Record
 from delta.types import Kind
 from delta.units import format_bytes
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
-from delta.ledger import Host
+from delta.record import Host
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.persistent import Persistent
@@ -76,7 +76,7 @@ class Core:
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)
         self.writes = Writes(self)
-        self.planning = PlanningAside(engine)
+        self.planning = PlanningAside(engine.planning)
         self.slots: dict[int, Slot] = {}
         self.stall_ns = 0
         self.overhead_ns = 0

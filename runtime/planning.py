@@ -16,15 +16,15 @@ import sys
 from contextlib import ExitStack
 from tempfile import TemporaryFile
 
-from delta.engine import Engine
 from delta.planner import Plan, Task
+from delta.planning import Planning
 
 
 class PlanningAside:
     """Has the engine's open tasks searched, one at a time. Call `step_begins` between two steps, and `close`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, planning: Planning) -> None:
+        self._planning = planning
         self._search: _Search | None = None
         self._seen: Task | None = None
         self._closed = False
@@ -33,14 +33,14 @@ class PlanningAside:
         """Take the plan that has been found; see to it that what is open is searched."""
         if self._closed:
             return
-        task = self._engine.open_task
+        task = self._planning.open_task
         if self._search is not None and self._search.task is not task:
             self._stop()
         if (search := self._search) is not None and search.ended:
             plan = search.plan()
             self._stop()
-            self._engine.search_ended(search.task, plan)
-            task = self._engine.open_task
+            self._planning.search_ended(search.task, plan)
+            task = self._planning.open_task
         # A new task is let alone for a step: after the first ones op times are still refined, and planned for anew.
         if self._search is None and task is not None and task is self._seen:
             self._start(task)
@@ -55,7 +55,7 @@ class PlanningAside:
         try:
             self._search = _Search(task)
         except OSError:  # no process, no file: nothing is searched
-            self._engine.search_ended(task, None)
+            self._planning.search_ended(task, None)
 
     def _stop(self) -> None:
         search, self._search = self._search, None

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta.descent import Descent
-from delta.ledger import Ledger, LedgerError
+from delta.ledger import Ledger
+from delta.record import LedgerError
 from delta.types import OpInfo
 
 

@@ -8,10 +8,11 @@ from toy import Toy
 
 from delta.costs import LinkQueue
 from delta.director import Director, Prospect
-from delta.ledger import Host, Ledger, LedgerError
+from delta.ledger import Ledger
 from delta.planner import forecast
 from delta.planner.greedy import plan_step
 from delta.planner.steplog import StepGraph, build_graph
+from delta.record import Host, LedgerError
 from delta.types import Action, Decode, Drop, Encode, Encoding, Hold, Kind, Link, Release
 from delta.units import Bytes
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from toy import Toy
 
-from delta import engine
+from delta import engine, planning
 from delta.budget import Budget
 from delta.headroom import Beside, HeadRoom, Track
 from delta.learner import Learner, Profile
@@ -105,7 +105,7 @@ def evictions(machine: Machine) -> int:
 
 def uniform(monkeypatch: pytest.MonkeyPatch, budget_bytes: int) -> Machine:
     """A machine that keeps as much free everywhere as the neediest op needs."""
-    monkeypatch.setattr(engine, "BY_POSITION", frozenset())
+    monkeypatch.setattr(planning, "BY_POSITION", frozenset())
     return Machine(budget_bytes)
 
 

@@ -3,7 +3,8 @@
 import pytest
 from builders import a_chain, a_ledger, an_op
 
-from delta.ledger import Host, Ledger, LedgerError
+from delta.ledger import Ledger
+from delta.record import Host, LedgerError
 from delta.types import Kind
 
 LEGAL = {

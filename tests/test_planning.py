@@ -60,20 +60,20 @@ def a_planned_toy() -> Toy:
 
 def test_a_planned_step_is_open_until_its_search_has_ended():
     engine = a_planned_toy().engine
-    task = engine.open_task
+    task = engine.planning.open_task
     assert task is not None and task.graph is engine.learner.profiles[0].graph and task.known == ()
-    assert engine.open_task is task
+    assert engine.planning.open_task is task
     found = assemble(task, (RECOMPUTE, RECOMPUTE, KEEP))
-    engine.search_ended(task, found)
-    assert engine.open_task is None
+    engine.planning.search_ended(task, found)
+    assert engine.planning.open_task is None
     assert engine.learner.profiles[0].plan is found
 
 
 def test_the_found_plan_is_followed_in_the_next_step():
     toy = a_planned_toy()
-    task = toy.engine.open_task
+    task = toy.engine.planning.open_task
     found = assemble(task, (RECOMPUTE, RECOMPUTE, KEEP))
-    toy.engine.search_ended(task, found)
+    toy.engine.planning.search_ended(task, found)
     toy.source(11, 0)
     toy.op(12, 40, [11])
     toy._do(toy.engine.saved(12, 1, 1010))
@@ -82,23 +82,23 @@ def test_the_found_plan_is_followed_in_the_next_step():
 
 def test_a_step_that_is_planned_anew_asks_anew_and_knows_the_plan_in_use():
     toy = a_planned_toy()
-    task = toy.engine.open_task
+    task = toy.engine.planning.open_task
     step(toy, 11, cost_ns=5)  # op times have become better
-    later = toy.engine.open_task
+    later = toy.engine.planning.open_task
     assert later is not task and later.known == PLANNERS["profile"](task).actions
     plan = toy.engine.learner.profiles[0].plan
-    toy.engine.search_ended(task, assemble(task, (KEEP, KEEP, KEEP)))
+    toy.engine.planning.search_ended(task, assemble(task, (KEEP, KEEP, KEEP)))
     assert toy.engine.learner.profiles[0].plan is plan, "the answer to what is not asked any more is left"
-    toy.engine.search_ended(later, None)
+    toy.engine.planning.search_ended(later, None)
     assert toy.engine.learner.profiles[0].plan is plan, "nothing was found"
-    assert toy.engine.open_task is None
+    assert toy.engine.planning.open_task is None
 
 
 def test_other_planners_leave_nothing_open():
     toy = Toy(85, actions=("keep", "recompute"), planner={"kind": "monet"})
     step(toy, 1)
     assert toy.engine.learner.profiles[0].plan is not None
-    assert toy.engine.open_task is None
+    assert toy.engine.planning.open_task is None
 
 
 # -- what the planners make of it -------------------------------------------------------------------------------------

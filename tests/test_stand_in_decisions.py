@@ -9,10 +9,11 @@ from builders import a_chain, a_ledger
 from test_planner import chain_log
 from toy import LINK, Toy
 
-from delta.ledger import Ledger, LedgerError
+from delta.ledger import Ledger
 from delta.planner import forecast
 from delta.planner.greedy import plan_step
 from delta.planner.steplog import StepGraph, build_graph
+from delta.record import LedgerError
 from delta.types import (
     Action,
     Cost,

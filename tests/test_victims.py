@@ -20,8 +20,8 @@ from delta.director import Prospect
 from delta.engine import Engine
 from delta.errors import BudgetError
 from delta.filter import SCORES, Candidate, Victims
-from delta.ledger import Host
 from delta.nextuse import NextUse
+from delta.record import Host
 from delta.simulate import simulate
 from delta.trace import Trace, read
 from delta.trace.events import Op

@@ -14,7 +14,7 @@ from builders import a_policy, an_op
 from delta.budget import Budget
 from delta.engine import Engine
 from delta.layout import Layout
-from delta.ledger import Host
+from delta.record import Host
 from delta.types import (
     AwaitOut,
     Decode,

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from delta.filter.lines import LINES, delta_awaited, delta_unused
 from delta.filter.ranking import Line, Ranking
 from delta.filter.scores import SCORES, Candidate
-from delta.ledger import Ledger, Record
+from delta.ledger import Ledger
 from delta.nextuse import NextUse
+from delta.record import Record
 
 _NOTHING = Line(0, 0, 1)
 

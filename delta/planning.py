@@ -1,0 +1,89 @@
+"""Planning as the engine has it: what a planner is asked, what is held open for a longer search, what is told of it.
+
+A planner that answers in milliseconds is asked between two steps. Where a longer search may find a better plan
+(`BESIDE`), its task stays open: the runtime has it searched beside the training and tells what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from delta.budget import Budget
+from delta.config import Policy
+from delta.learner import Learner
+from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
+from delta.types import Action, Link
+
+
+class _Open(NamedTuple):
+    """A task worth a longer search, and the bytes that its plan was to take."""
+
+    task: Task
+    aim_bytes: int
+
+
+class Planning:
+    """Plans for `learner`, which is given once it exists. `announced` as the engine has it."""
+
+    learner: Learner
+
+    def __init__(self, policy: Policy, budget: Budget, link: Link, announced: bool) -> None:
+        self._policy, self._budget, self._link, self._announced = policy, budget, link, announced
+        self._kind = policy.planner.kind
+        self._open: list[_Open] = []  # the last one planned last
+        self.made = 0
+
+    @property
+    def by_position(self) -> bool:
+        """Whether plans know, place by place, what a device budget has to leave to others."""
+        return self._budget.device_bytes is not None and self._kind in BY_POSITION
+
+    @property
+    def heeds_late(self) -> bool:
+        """Whether plans learn from copies back that came late."""
+        return self._kind in FEEDBACK
+
+    def plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
+        """A plan for steps like `graph`, at once."""
+        self.made += 1
+        aim_bytes = limit_bytes
+        if self.by_position and not graph.beside_saves:
+            limit_bytes = max(0, limit_bytes - self._budget.other_bytes)
+        task = Task(
+            graph,
+            limit_bytes,
+            self._link,
+            self._policy.director.actions,
+            forced,
+            self._announced,
+            self._policy.planner,
+            () if self._announced else self.learner.actions_for(graph),
+        )
+        plan = PLANNERS[self._kind](task)
+        if self._kind in BESIDE and not self._announced and not plan.idle:
+            self._open = [*(other for other in self._open if other.task.graph is not graph), _Open(task, aim_bytes)]
+        return plan
+
+    def heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:
+        """The plan after a step in which backward waited for the copies back of the save orders `late`."""
+        return FEEDBACK[self._kind](plan, graph, self._link, late)
+
+    @property
+    def open_task(self) -> Task | None:
+        """What a longer search may find a better plan for, outside of the engine; None if nothing is open.
+
+        The same task as long as it is worth the search: once its kind of step has been planned anew, it is not."""
+        while self._open and self.learner.planned_as(self._open[-1].task.graph, self._open[-1].aim_bytes) is None:
+            self._open.pop()
+        return self._open[-1].task if self._open else None
+
+    def search_ended(self, task: Task, plan: Plan | None) -> None:
+        """The search for an open task is over. A plan it found is followed from the next step on.
+
+        To be told between two steps. An answer to what is not asked any more is left."""
+        ended = [each for each in self._open if each.task is task]
+        self._open = [each for each in self._open if each.task is not task]
+        profile = self.learner.planned_as(task.graph, ended[0].aim_bytes) if ended else None
+        if profile is not None and plan is not None:
+            self.learner.follow(profile, plan)
