@@ -26,7 +26,7 @@ ALLOCATED = {"plain": 5000, "checkpoint": 3000, "delta 40%": 2900}
 class FakeWorker:
     """Step times are `FACTORS` per step number. A counted step seems to take no time. save_on_cpu fails in step 3."""
 
-    def __init__(self, told: Spec) -> None:
+    def __init__(self, told: Spec, settings: Mapping[str, str] | None = None) -> None:
         self.told = told
         self.name = told.mode if told.activations is None else f"{told.mode} {told.activations}"
 
@@ -69,6 +69,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the benchmark talk to them."""
     trace: Any = type("FakeTrace", (), {"link": None})()
     monkeypatch.setattr(measuring, "WorkerProcess", FakeWorker)
+    monkeypatch.setattr(measuring, "WARM_UP_STEPS", 3)
     monkeypatch.setattr(measuring, "record", lambda spec: Recorded(trace, 1))
     monkeypatch.setattr(measuring, "floors", fake_floors)
 

@@ -95,8 +95,9 @@ def test_quick_is_tiny_on_a_cpu_and_small_on_cuda() -> None:
 # --- who does what ----------------------------------------------------------------------------------------------------
 
 
-def test_turns() -> None:
+def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three warm-up steps, one timed, one counted; each round begins with the next way. Counted: the first and last."""
+    monkeypatch.setattr(measuring, "WARM_UP_STEPS", 3)
     found = list(turns("abc", 1))
     assert "".join(name for name, _, _ in found) == "abcbcacababcbca"
     assert [(index, counted["count"], counted["allocated"]) for name, index, counted in found if name == "a"] == [
@@ -130,8 +131,8 @@ def test_each_group_is_compared_with_its_own_plain(fake_processes: None, monkeyp
     class Slower(FakeWorker):
         """The second plain process is twice as slow."""
 
-        def __init__(self, told: Spec) -> None:
-            super().__init__(told)
+        def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
+            super().__init__(told, settings)
             made.append(self.name)
             self.second = self.name == "plain" and made.count("plain") > 1
 
@@ -154,8 +155,8 @@ def test_only_the_last_budget_writes_a_timeline(fake_processes: None, monkeypatc
     told: list[Spec] = []
 
     class Noting(FakeWorker):
-        def __init__(self, spec: Spec) -> None:
-            super().__init__(spec)
+        def __init__(self, spec: Spec, settings: Mapping[str, str]) -> None:
+            super().__init__(spec, settings)
             told.append(spec)
 
     monkeypatch.setattr(measuring, "WorkerProcess", Noting)
