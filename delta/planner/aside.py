@@ -12,8 +12,8 @@ NICE = 10  # the training goes first where cores are short
 
 
 def _yield_to_the_training() -> None:
-    """Take only time that nobody else wants. At the lowest niceness alone a search still slowed down a training with a
-    thread on every core by a fifth, because its parallel loops wait for the slowest thread."""
+    """Take only time that nobody else wants. At this niceness alone a search still slowed down a training with a thread
+    on every core by a fifth, because its parallel loops wait for the slowest thread."""
     os.nice(NICE)
     if hasattr(os, "SCHED_IDLE"):  # on Linux
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
