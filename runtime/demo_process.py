@@ -17,8 +17,8 @@ _QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profi
 
 # First-touch page faults, Delta observing, refining its plan and following it once before it records less.
 WARM_UP_STEPS = 6
-# glibc's heap keeps the pages it has: faulting them in again took more than a quarter of a step, now more and now less, and
-# has nothing to do with what is compared.
+# glibc's heap keeps the pages it has: faulting them in again took more than a quarter of a step, now more and now less,
+# and has nothing to do with what is compared.
 KEEPS_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": str(2**26)}
 
 

@@ -143,6 +143,13 @@ def several_gradients_of_noise_at_once() -> list[Tensor]:
     return list(torch.autograd.grad(noisy, x, torch.eye(WIDTH), is_grads_batched=True))
 
 
+def several_gradients_of_noise_by_vmap() -> list[Tensor]:
+    x = torch.randn(WIDTH, requires_grad=True)
+    noisy = torch.nn.functional.dropout(curve(x)).exp()
+    along = func.vmap(lambda v: torch.autograd.grad(noisy, x, v, retain_graph=True)[0])
+    return [along(torch.eye(WIDTH))]
+
+
 def listed(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     return list(found) if isinstance(found, tuple) else [found]
 
@@ -161,6 +168,7 @@ RUN: dict[str, Callable[[], list[Tensor]]] = {
         gradients_checked,
         several_gradients_at_once,
         several_gradients_of_noise_at_once,
+        several_gradients_of_noise_by_vmap,
     )
 }
 RUN |= {

@@ -685,3 +685,15 @@ def test_validate_sees_each_kind_of_corruption(corrupt, told):
     corrupt(ledger)
     with pytest.raises(LedgerError, match=told):
         ledger.validate()
+
+
+def test_who_is_read_is_known_again_when_a_reader_at_the_end_of_a_chain_is_saved():
+    """Nobody depended on any of them when that was asked first."""
+    ledger = a_chain([8] * 5)
+    assert [ledger.needed(record) for record in range(5)] == [False] * 5
+    ledger.save(4, 0)
+    assert [ledger.needed(record) for record in range(5)] == [True] * 5
+    ledger.validate()
+    ledger.hold(2)
+    assert [ledger.supports_missing(record) for record in range(4)] == [False, False, True, True]
+    ledger.validate()

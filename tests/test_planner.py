@@ -144,6 +144,16 @@ def test_an_unsaved_link_of_a_chain_is_there_only_while_it_is_read():
     assert found.replay_ns == 7
 
 
+def test_all_that_a_replay_makes_is_there_for_a_moment():
+    """Also a result that nobody asks for."""
+    source, wanted, unwanted = 0, 1, 2
+    ops = [an_op(9, [source], [wanted, unwanted])]
+    log = a_log(
+        ops, {source: 10, wanted: 100, unwanted: 70}, [(wanted, 5, 1)], [(0, 10)], [(0, 1)], 20, {source: Kind.SOURCE}
+    )
+    assert forecast(build_graph(log, 0), (RECOMPUTE,), LINK).resident_bytes == (170,)
+
+
 def test_a_swapped_storage_is_copied_back_in_time_and_no_earlier():
     """a (100 B) is needed at 80. At 50 bytes a ns it takes 2 ns: early enough at need 1 (60). At 5 bytes a ns it takes
     20 ns, and with the margin need 1 is too late: need 0."""

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import delta
 from delta.budget import Budget
 from delta.engine import Engine
+from delta.routine import Routine, Way
 from delta.runtime.core import Core
 from delta.runtime.device import make_device
 from delta.runtime.persistent import Persistent
@@ -62,6 +63,39 @@ def test_an_op_is_recorded_with_what_it_reads_and_makes(core):
     assert sin.replayable
     assert mul.replayable
     assert (record(core, y).nbytes, record(core, y).kind) == (96, Kind.ACTIVATION)
+
+
+def test_under_a_routine_a_call_is_recorded_tracked_or_passed(core):
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        observed = x.sin(), x.cos(), x.exp()
+    calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
+    core.engine.learner.routine = Routine(calls, bytes([Way.PASS, Way.TRACK, Way.RECORD]))
+    with Recorder(core):
+        passed, tracked, recorded = x.sin(), x.cos(), x.exp()
+    assert record(core, passed) is None
+    assert record(core, tracked).op is None
+    assert record(core, recorded).op is not None
+    assert names(core) == ["aten.sin", "aten.cos", "aten.exp", "aten.exp"]
+    assert all(record(core, value).op is not None for value in observed)
+
+
+def test_a_write_under_a_routine_ends_a_version_all_the_same(core):
+    def versions() -> tuple[int | None, int | None]:
+        y = x.sin()
+        before = core.known(y)
+        y.add_(1)
+        return before, core.known(y)
+
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        versions()
+    calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
+    core.engine.learner.routine = Routine(calls, bytes([Way.RECORD, Way.PASS]))
+    with Recorder(core):
+        before, after = versions()
+    assert before is not None
+    assert after != before
 
 
 def test_inputs_are_sources_or_parameters(core):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from sys import intern
 
 import pytest
@@ -61,6 +62,19 @@ def test_only_what_the_plan_replays_is_recorded(saved, actions, expected):
     assert ways(saved, actions) == expected
 
 
+def test_a_stand_in_wants_its_recipe_as_a_dropped_storage_does():
+    """3 is made out of 1 through 2, which nobody saved. A form that decodes to the value wants only its maker named."""
+    graph = chain([1, 3])
+    encoded = replace(graph.nodes[graph.saved[1]], encoded_bytes=1)
+    calls = [(f"call {i}", i) for i in range(5)]
+    for stand_in, expected in ((False, [P, T, R, P, P]), (True, [T, R, R, P, P])):
+        nodes = tuple(
+            replace(encoded, stand_in=stand_in) if number == graph.saved[1] else node
+            for number, node in enumerate(graph.nodes)
+        )
+        assert ways_of(calls, replace(graph, nodes=nodes), plan_of([KEEP, ENCODE])) == bytes(expected)
+
+
 def test_calls_that_made_nothing_pass():
     calls = [("made nothing", -1), ("call", 0)]
     assert ways_of(calls, chain([1]), plan_of([RECOMPUTE])) == bytes([Way.PASS, Way.RECORD])
@@ -85,9 +99,9 @@ def test_a_routine_knows_its_calls_and_no_others():
 
 
 # -- when -------------------------------------------------------------------------------------------------------------
-def follow(learner: Learner, kind: str, *, strayed: bool = False, peak: int = LIMIT) -> bool:
+def follow(learner: Learner, kind: str, *, strayed: bool = False, peak: int = LIMIT, shape: str = "") -> bool:
     """One step of three ops whose names and saves begin with `kind`, recorded as the learner wants it to be. Returns
-    whether it had a routine to its end."""
+    whether it had a routine to its end. `shape`: of what it saves."""
     recorded = 0
     for i in range(3):
         call = intern(f"{kind}{i}")
@@ -101,7 +115,7 @@ def follow(learner: Learner, kind: str, *, strayed: bool = False, peak: int = LI
             recorded += 1
         if i == 0:
             learner.begin(recording=True)
-        learner.packed(hash(call), 1000 + 10 * i)
+        learner.packed(hash(call + shape), 1000 + 10 * i)
         learner.saved(i, 10, Kind.ACTIVATION, 1000 + 10 * i)
     followed = learner.routine is not None
     for i in reversed(range(3)):
@@ -142,6 +156,13 @@ def test_another_kind_of_step_ends_the_routine_and_is_learned(learner):
     assert follow(learner, "a") is False  # b was expected after b
 
 
+def test_the_same_calls_that_save_something_else_end_the_routine(learner):
+    for _ in range(SHORT):
+        follow(learner, "a")
+    assert [follow(learner, "a", shape="larger"), learner.missed] == [False, True]
+    assert [follow(learner, "a", shape="larger") for _ in range(SHORT + 1)] == [False] * SHORT + [True]
+
+
 def test_kinds_that_take_turns_are_expected_in_turn(learner):
     for _ in range(SHORT):
         follow(learner, "a")
@@ -154,6 +175,7 @@ def test_another_plan_ends_the_routine(learner):
         follow(learner, "a")
     assert learner.routine is not None
     learner.follow(learner.profiles[0], plan_of([RECOMPUTE] * 3))
+    assert learner.profiles[0].ways is None, "they are another plan's"
     assert [follow(learner, "a") for _ in range(2)] == [False, True]
     assert learner.profiles[0].ways == bytes([R, R, R])
 
