@@ -6,6 +6,7 @@ import pytest
 from builders import a_log, an_op
 from logs import random_net
 
+from delta import planning
 from delta.budget import Budget
 from delta.config import PlannerConfig
 from delta.engine import Engine
@@ -169,7 +170,7 @@ def test_the_next_step_s_plan_heeds_what_was_late(monkeypatch, tmp_path):
     """In the simulator a copy back that is late is reported, and moves its trigger."""
     heard = []
     monkeypatch.setitem(
-        __import__("delta.engine").engine.FEEDBACK,
+        planning.FEEDBACK,
         "capuchin",
         lambda plan, graph, link, late: heard.append(set(late)) or plan,
     )

@@ -42,8 +42,8 @@ def profile_thoroughly(task: Task) -> Plan:
 
 
 def _covers(task: Task) -> Iterator[Sequence[Action]]:
-    """What the integer program would keep if nothing were swapped."""
-    yield from whole_steps(_briefly(_without(Action.SWAP, task)))
+    """What the integer program would keep, without swaps and with them."""
+    yield from whole_steps(_briefly(task))
 
 
 def _without(action: Action, task: Task) -> Task:

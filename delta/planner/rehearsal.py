@@ -32,7 +32,8 @@ class Guide:
 
     The storage with the least `(replay time + 1) * exp(weight) / (bytes * idle ** idle_weight)` goes. The replay time
     is that of its op and all missing ancestors; with `both_sides` of the missing descendants, too. `swapped` are copied
-    out in their longest rest, and their copies back begin `lead` copy lengths before they are used.
+    out in their longest rest, and their copies back begin `lead` copy lengths before they are used. Where room is short
+    while one is on its way out, that is waited for up to `patience` times as long as its bytes would take to replay.
     """
 
     idle_weight: float = 0.3
@@ -40,6 +41,7 @@ class Guide:
     weights: Mapping[int, float] = field(default_factory=dict)
     swapped: frozenset[int] = frozenset()
     lead: float = 1.5
+    patience: float = 0.3
 
 
 class Failed(Exception):
@@ -226,7 +228,7 @@ class Rehearsal:
 
     def _rather_wait(self, leaving: int, victim: int) -> bool:
         share = min(1.0, self.table.nbytes[leaving] / self.table.nbytes[victim])
-        return bool(self._ready_ns[leaving] - self.now_ns < self._cost_ns[victim] * share)
+        return bool(self._ready_ns[leaving] - self.now_ns < self.guide.patience * self._cost_ns[victim] * share)
 
     def _first_to_go(self, after_ns: float | None = None) -> int | None:
         """Who goes first, among those next used later than `after_ns` if that is given."""

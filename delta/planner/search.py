@@ -23,6 +23,7 @@ from delta.types import Action
 IDLE_WEIGHTS = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)  # of what the link can carry in forward
 LEADS = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0)
+PATIENCES = (0.0, 0.15, 0.3, 0.6, 1.0)
 NUDGES = (0.5, 1.0, 2.0, 4.0)
 WORTH_KEEPING = 3.0
 # Rehearsals of a long step take longer: their number times that of the turns, and the most and the fewest of them.
@@ -77,9 +78,12 @@ class _Search:
         for actions in choices:
             kept = {v: WORTH_KEEPING for v in self._held_over if actions[v] is Action.KEEP}
             swapped = frozenset(v for v, action in enumerate(actions) if action is Action.SWAP)
-            for idle_weight in IDLE_WEIGHTS:
-                for lead in (1.5, 3.0) if swapped else (1.5,):
-                    self.attempt(Guide(idle_weight, False, kept, swapped, lead))
+            guides = [Guide(idle_weight, False, kept, swapped) for idle_weight in IDLE_WEIGHTS]
+            for guide in guides:
+                self.attempt(guide)
+                if swapped:
+                    for lead, patience in ((1.5, 0.0), (3.0, 0.3), (3.0, 0.0), (3.0, 1.0)):
+                        self.attempt(replace(guide, lead=lead, patience=patience))
 
     def run(self) -> Rehearsal | None:
         for idle_weight in IDLE_WEIGHTS:
@@ -151,4 +155,5 @@ class _Search:
             weights,
             frozenset(swapped),
             draw.choice(LEADS) if draw.random() < 0.1 else guide.lead,
+            draw.choice(PATIENCES) if self.link is not None and draw.random() < 0.1 else guide.patience,
         )
