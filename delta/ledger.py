@@ -26,6 +26,7 @@ class Ledger:
         self.records: dict[int, Record] = {}
         self.ops: dict[int, OpInfo] = {}
         self.held: dict[int, int] = {}  # the records Delta holds, in the order of their last uses, and its numbers
+        self.copied: set[int] = set()  # records with a host copy, whole or under way
         self.dead_ends: set[int] = set()  # records that an op reads, Delta does not have and no replay makes
         self.moved: set[int] = set()  # what others cost may have changed by these since somebody last cleared this
         self.touched: set[int] = set()  # these may go or stay now, or have been used, since somebody last cleared this
@@ -294,6 +295,7 @@ class Ledger:
         if state is Host.LEAVING:
             self.leaving_bytes += rec.nbytes
         rec.host = state
+        (self.copied.discard if state is Host.NONE else self.copied.add)(record)
         self._went_or_came(rec)
 
     def back_failed(self, record: int) -> None:
@@ -441,7 +443,7 @@ class Ledger:
                 self._discard_encoded(rec)
                 self._change(*self.parents(rec.id))
                 del self.records[rec.id]
-                for known in (self.dead_ends, self.moved, self.touched, self._unread):
+                for known in (self.copied, self.dead_ends, self.moved, self.touched, self._unread):
                     known.discard(rec.id)
                 forgotten.append(rec.id)
                 if rec.op is not None:
@@ -517,6 +519,8 @@ class Ledger:
             if getattr(self, name) != value:
                 raise LedgerError(f"{name} is {getattr(self, name)}, the records say {value}")
         for rec in records:
+            if (rec.id in self.copied) is (rec.host is Host.NONE):
+                raise LedgerError(f"record {rec.id}: host copy {rec.host.value}, but it is said otherwise")
             if rec.held and not rec.alive:
                 raise LedgerError(f"record {rec.id} is held but not alive")
             if rec.host is Host.LEAVING and not rec.held:

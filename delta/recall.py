@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from heapq import nlargest
 from typing import Literal
 
 from delta.config import Policy
@@ -102,19 +102,15 @@ class Recall:
 
     def _fits(self, order: int, nbytes: int, window: int | Literal["auto"]) -> bool:
         """Whether a copy back may begin: it takes no room that an op needs before it is used."""
-        coming = sum(r.nbytes for r in self._ledger.records.values() if r.host is Host.COMING)
-        if window != "auto" and coming + nbytes > window:
-            return False
+        if window != "auto":
+            copied = (self._ledger[record] for record in self._ledger.copied)
+            if nbytes + sum(rec.nbytes for rec in copied if rec.host is Host.COMING) > window:
+                return False
         limit = self._room.limit_until(order)
         return limit is None or self._ledger.resident_bytes + nbytes <= limit
 
     def _next_swapped(self) -> list[int]:
         """Without a plan: the last saved is most likely needed next, so look at the two newest that are swapped."""
-        swapped = (
-            order
-            for order in reversed(range(len(self.by_order)))
-            if (rec := self._ledger.records.get(self.by_order[order])) is not None
-            and rec.host is Host.WHOLE
-            and not rec.held
-        )
-        return list(islice(swapped, 2))
+        copied = (self._ledger[record] for record in self._ledger.copied)
+        swapped = (rec.saved_at for rec in copied if rec.host is Host.WHOLE and not rec.held and rec.saved_at >= 0)
+        return nlargest(2, swapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from delta.config import Policy
 from delta.errors import BudgetError
 from delta.policies.loader import load
 from delta.simulate import ALLOCATORS, Run, Status, simulate, simulation
+from delta.simulate.allocator import Allocator
 from delta.simulate.machine import Entry, Machine
 from delta.simulate.stopwatch import Stopwatch
 from delta.trace import read
@@ -272,10 +274,10 @@ class Watched(Stopwatch):
 
 
 def watched_run(trace: Trace, policy: Policy, budget: Bytes | Share, link: Link | None, allocator: str) -> Run:
-    """`simulate`, with a witness."""
+    """`simulate`, with a witness, which knows ops by their times: what copies take from them only the engine counts."""
 
-    def a_machine(*args: Any) -> Machine:
-        machine = Machine(*args)
+    def a_machine(allocator: Allocator, link: Link | None) -> Machine:
+        machine = Machine(allocator, replace(link, interference=0.0) if link is not None else None)
         Watched.witness = Witness(trace, machine)
         return machine
 

@@ -32,18 +32,17 @@ def monet(task: Task) -> Plan:
     if task.everything:
         from delta.planner.search import rehearse_along  # needs numpy
 
-        choices = list(whole_steps(task))
+        # Without swaps, too: the forecast knows them least.
+        without = replace(task, allowed=tuple(action for action in task.allowed if action is not Action.SWAP))
+        choices = [whole_step(each) for each in ((task,) if without.allowed == task.allowed else (without, task))]
         return rehearse_along(task, choices) or assemble(task, choices[-1])
     return best(task, _plans(task))
 
 
-def whole_steps(task: Task) -> Iterator[list[Action]]:
-    """Actions for a step in which everything may go: without swaps, which the forecast knows best, and with them."""
+def whole_step(task: Task) -> list[Action]:
+    """Actions for a step in which everything may go."""
     reduced = BackwardOnly(task)
-    if Action.SWAP in task.allowed:
-        without = tuple(action for action in task.allowed if action is not Action.SWAP)
-        yield reduced.whole_step(monet(replace(reduced.task, allowed=without)).actions)
-    yield reduced.whole_step(monet(reduced.task).actions)
+    return reduced.whole_step(monet(reduced.task).actions)
 
 
 def _greedy(task: Task, begun: Sequence[Action] | None = None) -> Plan:

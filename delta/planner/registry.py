@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from delta.planner.assemble import assemble, best
 from delta.planner.capuchin import capuchin, sooner
 from delta.planner.greedy import plan_step
-from delta.planner.monet import monet, whole_steps
+from delta.planner.monet import monet, whole_step
 from delta.planner.optimal_checkpoint import optimal_checkpoint
 from delta.planner.responsive import respond
 from delta.planner.steplog import Plan
@@ -16,7 +15,7 @@ from delta.planner.task import Feedback, Planner, Task
 from delta.types import Action
 
 # The integer program may take this long where it guides a search.
-BRIEF_S = 4.0
+BRIEF_S = 2.0
 # Beside the training it goes on for this long, or until its plan is this close to the best one.
 ASIDE = {"time_limit_s": 20.0, "gap": 0.01}
 
@@ -26,7 +25,7 @@ def profile(task: Task) -> Plan:
     if task.everything:
         from delta.planner.search import rehearse  # needs numpy
 
-        return rehearse(task, _covers(task))
+        return rehearse(task, [whole_step(_briefly(task))])
     plan = plan_step(task.graph, task.limit_bytes, task.link, task.allowed, task.forced)
     return best(task, (plan, assemble(task, task.known))) if task.known else plan
 
@@ -39,11 +38,6 @@ def profile_thoroughly(task: Task) -> Plan:
         return found
     # When copies begin that replays read is what the program knows least of: one kind alone may fit where both do not.
     return best(task, (found, monet(_without(Action.SWAP, task)), monet(_without(Action.RECOMPUTE, task))))
-
-
-def _covers(task: Task) -> Iterator[Sequence[Action]]:
-    """What the integer program would keep, without swaps and with them."""
-    yield from whole_steps(_briefly(task))
 
 
 def _without(action: Action, task: Task) -> Task:

@@ -248,12 +248,13 @@ class Rehearsal:
         if self._moved:
             self._stale |= self._touched()
             self._moved.clear()
-        later = set()
+        may_go, there, evictable, later = self._may_go, self._there, self.table.evictable, set()
         for storage in self._stale:
-            if self._may_go[storage]:
-                self._cost_ns[storage] = self._replay_cost_ns(storage)
-            elif self._there[storage]:
-                later.add(storage)
+            if evictable[storage] and there[storage]:
+                if may_go[storage]:
+                    self._cost_ns[storage] = self._replay_cost_ns(storage)
+                else:
+                    later.add(storage)
         self._stale = later
 
     def _touched(self) -> set[int]:
