@@ -198,6 +198,16 @@ def test_what_is_swapped_costs_the_wait_that_is_left(tmp_path, planned):
     assert 100 <= played.stall_ns <= 200
 
 
+def test_patience_says_how_long_a_copy_out_is_waited_for(tmp_path, planned):
+    """The wait is 100 ns; letting a go instead would be 400 ns of replay."""
+    table = tabled(two_ways(400, 500), tmp_path, planned, 215)
+    found = {}
+    for patience in (0.2, 0.3):
+        guide = Guide(swapped=frozenset({1}), patience=patience)
+        found[patience] = Rehearsal(table, 205, Link(1e9, 1e9), guide).run().replay_ns
+    assert found == {0.2: 400, 0.3: 0}
+
+
 def test_it_gives_up_when_it_is_dearer_than_is_known(tmp_path, planned):
     table = tabled(two_ways(5, 500), tmp_path, planned, 215)
     with pytest.raises(Failed):
