@@ -128,6 +128,11 @@ class Trainer:
             answer["allocated_peak_bytes"] = standing + profiler.peak_bytes
         return answer
 
+    def settle(self) -> None:
+        """Wait for a search for a better plan."""
+        if self._run is not None:
+            cast(Any, self._run)._core.planning.wait()
+
     def _pass(self, batch: tuple[Tensor, ...]) -> Tensor:
         """Forward and backward."""
         with self._around():
@@ -239,6 +244,8 @@ def serve(lines: Iterable[str], answers: TextIO) -> None:
                     answer = trainer.step(
                         request["index"], request.get("count", False), request.get("allocated", False)
                     )
+                    if request.get("settle"):
+                        trainer.settle()
                 case "finish" if trainer is not None:
                     answer = trainer.finish()
                 case _:

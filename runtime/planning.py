@@ -46,6 +46,11 @@ class PlanningAside:
             self._start(task)
         self._seen = task
 
+    def wait(self) -> None:
+        """Until a search under way has ended, for who compares times. Its plan is taken when the next step begins."""
+        if self._search is not None:
+            self._search.wait()
+
     def close(self) -> None:
         """End a search under way. Idempotent."""
         self._closed = True
@@ -83,6 +88,9 @@ class _Search:
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None
+
+    def wait(self) -> None:
+        self._process.wait()
 
     def plan(self) -> Plan | None:
         """What it has found; None if it failed."""

@@ -20,7 +20,7 @@ from delta.engine import MISSED
 from delta.errors import DeltaError
 from delta.policies.loader import load, names
 from delta.runtime import zoo
-from delta.runtime.demo_process import KEEPS_PAGES, WARM_UP_STEPS, WorkerProcess
+from delta.runtime.demo_process import KEEPS_PAGES, SETTLING_STEPS, WARM_UP_STEPS, WorkerProcess
 from delta.runtime.demo_worker import Spec
 from delta.runtime.facts import machine_facts
 from delta.runtime.tracing import plain_spec, record
@@ -139,7 +139,8 @@ def _measure(plain: Spec, limited: Spec, run: Run, timed_steps: int) -> Row:
             worker.wait_ready()
         for index in range(last + 1):
             for mode in sorted(workers, reverse=bool(index % 2)):
-                answers[mode].append(workers[mode].ask({"do": "step", "index": index, "count": index == last}))
+                asked = {"do": "step", "index": index, "count": index == last, "settle": index in SETTLING_STEPS}
+                answers[mode].append(workers[mode].ask(asked))
         report = workers["delta"].ask({"do": "finish"})["report"]
 
     def passes_ns(mode: str) -> float:

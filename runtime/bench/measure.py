@@ -24,7 +24,7 @@ from delta.runtime import monitor
 from delta.runtime.bench.options import PLAIN, BenchOptions, Way
 from delta.runtime.bench.result import DIFFERENT, IDENTICAL, ModelResult, Row
 from delta.runtime.demo import Side, side_from
-from delta.runtime.demo_process import KEEPS_PAGES, WARM_UP_STEPS, WorkerProcess
+from delta.runtime.demo_process import KEEPS_PAGES, SETTLING_STEPS, WARM_UP_STEPS, WorkerProcess
 from delta.runtime.demo_worker import Spec
 from delta.runtime.tracing import Recorded, plain_spec, record
 from delta.runtime.ways import unavailable
@@ -122,7 +122,7 @@ def step_count(timed_steps: int) -> int:
 
 
 def turns(names: Sequence[str], timed_steps: int) -> Iterator[tuple[str, int, dict[str, bool]]]:
-    """Who does which step, in order, and what is counted in it: nothing in a timed one.
+    """Who does which step, in order, what is counted in it, and what is waited for after it: nothing in a timed one.
 
     Each round begins with another way: whatever the first of a round has against it, all have.
     """
@@ -130,7 +130,8 @@ def turns(names: Sequence[str], timed_steps: int) -> Iterator[tuple[str, int, di
     for index in range(last + 1):
         first = index % len(names)
         for name in (*names[first:], *names[:first]):
-            yield name, index, {"count": index in (0, last), "allocated": index == last}
+            settle = index in SETTLING_STEPS
+            yield name, index, {"count": index in (0, last), "allocated": index == last, "settle": settle}
 
 
 def _train(specs: Mapping[str, Spec], timed_steps: int) -> _Outcome:
