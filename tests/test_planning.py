@@ -1,5 +1,7 @@
 """Planning beside the training: what is open to a search, when one is started and stopped, and that no step waits."""
 
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -234,6 +236,9 @@ class FakeSearch:
     def plan(self):
         return self.found
 
+    def wait(self):
+        self.ended = True
+
     def stop(self):
         self.stopped = True
 
@@ -297,6 +302,18 @@ def test_closing_stops_a_search_and_starts_none(engine):
     assert len(FakeSearch.started) == 1 and engine.answers == []
 
 
+def test_who_compares_times_may_wait_for_a_search(engine):
+    aside = PlanningAside(engine)
+    aside.wait()
+    engine.open_task = "first"
+    aside.step_begins()
+    aside.step_begins()
+    aside.wait()
+    assert engine.answers == [], "a plan is taken between two steps only"
+    aside.step_begins()
+    assert engine.answers == [("first", "a plan")]
+
+
 # -- the process ------------------------------------------------------------------------------------------------------
 def wait_for(search, patience_s=60.0):
     until = time.monotonic() + patience_s
@@ -319,6 +336,18 @@ def test_a_process_that_fails_has_found_nothing():
     wait_for(search)
     assert search.plan() is None
     search.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
+def test_the_process_takes_only_time_that_nobody_wants():
+    """Seen from outside, while it waits for its task."""
+    start = f"import sys; sys.path[:] = {sys.path!r}; from delta.planner.aside import main; main()"
+    with subprocess.Popen([sys.executable, "-I", "-c", start], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as it:
+        until = time.monotonic() + 60
+        while os.sched_getscheduler(it.pid) != os.SCHED_IDLE:
+            assert it.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+        it.kill()
 
 
 def test_a_process_under_way_is_ended_at_once():

@@ -1,5 +1,6 @@
 """What the recorder writes down of a program's ops, and that nobody notices it."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -96,6 +97,26 @@ def test_a_write_under_a_routine_ends_a_version_all_the_same(core):
         before, after = versions()
     assert before is not None
     assert after != before
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_the_program_s_own_op_is_not_delta_s_overhead(core, way, monkeypatch):
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        x.sin()
+    calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
+    core.engine.learner.routine = Routine(calls, bytes([way]))
+    run, left_out_ns = core._outside, []
+
+    def slowly(func, args, kwargs):
+        time.sleep(0.02)
+        return run(func, args, kwargs)
+
+    monkeypatch.setattr(core, "_outside", slowly)
+    monkeypatch.setattr(core, "own_time", left_out_ns.append)
+    with Recorder(core):
+        x.sin()
+    assert [ns >= 20_000_000 for ns in left_out_ns] == ([] if way is Way.PASS else [True])
 
 
 def test_inputs_are_sources_or_parameters(core):
