@@ -519,8 +519,6 @@ class Ledger:
             if getattr(self, name) != value:
                 raise LedgerError(f"{name} is {getattr(self, name)}, the records say {value}")
         for rec in records:
-            if (rec.id in self.copied) is (rec.host is Host.NONE):
-                raise LedgerError(f"record {rec.id}: host copy {rec.host.value}, but it is said otherwise")
             if rec.held and not rec.alive:
                 raise LedgerError(f"record {rec.id} is held but not alive")
             if rec.host is Host.LEAVING and not rec.held:
@@ -531,6 +529,8 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} is encoded, and Delta has its bytes in another place too")
             if rec.stood_in_for and not rec.handles:
                 raise LedgerError(f"record {rec.id} is stood in for, and nobody can ask")
+            if (rec.id in self.copied) is (rec.host is Host.NONE):
+                raise LedgerError(f"record {rec.id}: has no host copy and is said to, or the other way round")
             if any(op not in self.ops or rec.id not in self.ops[op].inputs for op in rec.users):
                 raise LedgerError(f"record {rec.id} lists a user that does not read it")
             if rec.op is not None and (rec.op not in self.ops or rec.id not in self.ops[rec.op].outputs):

@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
             preserved = core.writes.begin(written)
             began_ns = time.perf_counter_ns()
             result = core.rescued(func, args, kwargs)
-            pass
+            core.own_time(time.perf_counter_ns() - began_ns)
             core.writes.settle(core.writes.end(written, preserved))
             if keep_track:
                 self._products(results_of(result), [], {})
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
             began_ns, mark = time.perf_counter_ns(), core.clock.start()
             result = core.rescued(func, args, kwargs)
             token = core.clock.stop(mark)
-            pass
+            core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)
             new_versions = core.writes.end(written, preserved)
             products = self._products(results, call.tensors, new_versions)
