@@ -280,14 +280,13 @@ def test_beside_of_two_steps():
 def test_a_process_stays_within_its_budget_once_the_step_is_known():
     """Measured by Linux. The first step meets an op that takes 48 MiB at once, of which nobody knew: it is told of.
 
-    On a quiet machine later steps stay within the budget. Beside other tests whole runs were up to 7 % over it, for
-    a reason that is not known, and the first step once was without a warning. That is let pass, of the 30 % and
-    more that they would be over it without one."""
+    Alone on the machine. Beside other tests whole runs were up to 7 % over the budget, and the first step once without
+    a warning, for a reason that is not known; alone, single steps are a few percent over it."""
     command = [sys.executable, str(Path(__file__).with_name("device_budget_worker.py")), str(230 * 2**20), "9"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     told = json.loads(done.stdout)
     assert told["evictions"] > 0
     first, later = told["peaks"][0], told["peaks"][2:]
-    assert median(later) <= 1.1 * told["budget"]
-    assert max(later) <= 1.15 * told["budget"]
+    assert median(later) <= told["budget"]
+    assert max(later) <= 1.1 * told["budget"]
     assert told["warnings"] or first <= engine.MISSED * told["budget"]

@@ -67,10 +67,9 @@ class Player:
 
     def step(self) -> None:
         """Play the trace once. Infeasible or Thrash where it cannot be done."""
-        while (
-            task := self.engine.planning.open_task
-        ) is not None:  # a device searches meanwhile; here it takes no time
-            self.engine.planning.search_ended(task, BESIDE[task.options.kind](task))
+        planning = self.engine.planning
+        while (task := planning.open_task) is not None:  # a device searches meanwhile; here it takes no time
+            planning.search_ended(task, BESIDE[task.options.kind](task))
         self.engine.recording(True)
         for record in self._constants.values():
             self._keep(record)
