@@ -109,6 +109,12 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_searches_are_waited_for_before_the_timed_steps() -> None:
+    settled = [index for _, index, asked in turns("a", 2) if asked["settle"]]
+    assert settled
+    assert max(settled) < measuring.WARM_UP_STEPS - 1, "the plan is followed once before times count"
+
+
 def test_groups_hold_no_more_than_fit_beside_a_plain_one() -> None:
     ways = [Way(str(number)) for number in range(7)]
     for at_once in range(2, 10):
