@@ -4,6 +4,7 @@ Not covered: time, which the worker takes around the parts of a step that count.
 """
 
 import ctypes
+import gc
 import hashlib
 import resource
 import weakref
@@ -97,6 +98,7 @@ class AllocatedBytes:
         self._profiler = profile(profile_memory=True)
 
     def __enter__(self) -> Self:
+        gc.collect()  # garbage that an earlier profile saw allocated would count as freed in this one
         self._profiler.__enter__()
         return self
 

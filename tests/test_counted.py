@@ -1,5 +1,6 @@
 """What is measured outside of Delta: saved activations, the host tier, and all that a step allocates."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,17 @@ def test_all_that_a_step_allocates_is_seen() -> None:
         del y
         x * 3
     assert 8000 <= counted.peak_bytes < 8100  # the numbers that ops are given take a few bytes, too
+
+
+def test_garbage_of_an_earlier_count_does_not_lower_a_later_one() -> None:
+    with AllocatedBytes():
+        cycle: list[object] = [torch.ones(1000)]
+        cycle.append(cycle)
+        del cycle
+    with AllocatedBytes() as counted:
+        gc.collect()
+        kept = torch.ones(1000)
+    assert counted.peak_bytes >= 4 * kept.numel()
 
 
 def test_what_stands_from_step_to_step_is_counted_once() -> None:
