@@ -342,6 +342,14 @@ class Learner:
         if following is not None and following.ways is not None and not self.missed:
             self.routine = Routine(following.calls, following.ways)
 
+    def steady_ways(self) -> bytes | None:
+        """How the ops told of are recorded in a step like the last one, once such steps go as planned; None: all are in
+        full."""
+        profile = self._before
+        if profile is None or profile.plan is None or not self.selective:
+            return None
+        return ways_of([(None, op) for op in range(len(profile.graph.ops))], profile.graph, profile.plan)
+
     def actions_for(self, graph: StepGraph) -> tuple[Action, ...]:
         """Those of the plan followed so far in steps like this; empty where there is none."""
         plans = (p.plan for p in self.profiles if p.graph is graph and p.plan is not None)

@@ -29,6 +29,7 @@ from delta.runtime.daemon import Daemon
 from delta.runtime.device import Device, make_device
 from delta.runtime.hooks import Hooks
 from delta.runtime.modules import ModuleNames
+from delta.runtime.own_time import TimedRecorder
 from delta.runtime.persistent import Persistent
 from delta.runtime.recorder import Recorder
 from delta.runtime.replicas import no_replicas
@@ -193,7 +194,8 @@ class evict(ContextDecorator):
         if self._trace is not None:
             self._tracer = Tracer(core, hooks, self._trace, _measured(device))
             stack.callback(self._tracer.finish)
-        switch = _Switch(Recorder(core), core, self._tracer)
+        recorder = Recorder(core) if self._tracer is None else TimedRecorder(core, self._tracer)
+        switch = _Switch(recorder, core, self._tracer)
         stack.callback(switch.off)
         core.at_pack, core.at_unpack = switch.follow, switch.step_aside
         switch.follow()
@@ -268,12 +270,9 @@ class _Switch:
         self._turn([])
 
     def _wanted(self) -> list[TorchDispatchMode]:
-        wanted: list[TorchDispatchMode] = []
         if self._tracer is not None and self._tracer.wanted:
-            wanted.append(self._tracer)
-        if self._core.engine.wants_recorder:
-            wanted.append(self._recorder)
-        return wanted
+            return [self._tracer, self._recorder]  # a trace tells what recording takes
+        return [self._recorder] if self._core.engine.wants_recorder else []
 
     def _turn(self, wanted: list[TorchDispatchMode]) -> None:
         recorded = self._recorder in self._on

@@ -9,6 +9,7 @@ event: one that only Delta holds has been let go of.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from delta.runtime.codecs import codec_for
+from delta.runtime.own_time import OwnTime
 from delta.runtime.rawmem import sole_owner
 from delta.runtime.view import is_plain
 from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Result, Save, Unsave
@@ -68,6 +70,10 @@ class Saved:
 
     def __del__(self) -> None:
         self.step.died(self.stored)
+        own, began_ns = self.step.own, time.perf_counter_ns()
+        del self.packed
+        own.released += 1
+        own.released_ns += time.perf_counter_ns() - began_ns
 
 
 class TracedStep:
@@ -75,6 +81,7 @@ class TracedStep:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self.own = OwnTime()
         self._count = 0
         self._constants: list[Constant] = []
         self._events: list[Event] = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from delta.errors import TraceError
 from delta.runtime.hooks import Hooks, Passed
 from delta.runtime.opfacts import OpFacts, facts_of
+from delta.runtime.own_time import OwnTime
 from delta.runtime.recompute import results_of, strip
 from delta.runtime.recorder import tensors_written, without_statistics
 from delta.runtime.traced_step import Saved, TracedStep
 from delta.runtime.view import is_plain
 from delta.trace import Evictable, Recording, Trace, write
+from delta.trace.events import FREE, Bookkeeping
 from delta.types import Link
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ class Tracer(TorchDispatchMode):
         self._step: TracedStep | None = None
         self._whole = 0  # steps
         self._recorded = 0
+        self.spent_ns = 0  # in calls of the program that came by here, the ops themselves included
         self.files: list[Path] = []
         _check_place(recording.path)
         core.may_watch = False  # a tensor that is only watched does not tell when the program lets go of it
@@ -65,6 +69,11 @@ class Tracer(TorchDispatchMode):
     def wanted(self) -> bool:
         """Whether there are steps left to record."""
         return self._recorded < self._recording.steps
+
+    @property
+    def own_time(self) -> OwnTime | None:
+        """Where Delta's own work for the step under way is added up."""
+        return self._step.own if self._step is not None else None
 
     def finish(self) -> None:
         """The block ends: a step that is whole is written; if there were too few, that is told."""
@@ -81,7 +90,13 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        began_ns = time.perf_counter_ns()
+        try:
+            return self._follow(func, args, kwargs or {})
+        finally:
+            self.spent_ns += time.perf_counter_ns() - began_ns
+
+    def _follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self.wanted or self._core.inside() or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         facts = facts_of(func)
@@ -118,11 +133,20 @@ class Tracer(TorchDispatchMode):
 
     # -- saved tensors --------------------------------------------------------------------------------------------
     def pack(self, tensor: Tensor) -> Any:
+        began_ns = time.perf_counter_ns()
         packed = self._hooks.pack(tensor)
-        if not self.wanted or type(packed) is Passed:
+        took_ns = time.perf_counter_ns() - began_ns
+        if not self.wanted:
             return packed
-        step = self._current(begins=True)
-        return step.save(tensor, packed) if step is not None else packed
+        passed = type(packed) is Passed
+        step = self._step if passed else self._current(begins=True)
+        if step is None:
+            return packed
+        step.own.saves_ns += took_ns
+        if passed:
+            return packed
+        step.own.saves += 1
+        return step.save(tensor, packed)
 
     def unpack(self, packed: Any) -> Tensor:
         if type(packed) is not Saved:
@@ -131,9 +155,16 @@ class Tracer(TorchDispatchMode):
         if step is not packed.step:
             return self._hooks.unpack(packed.packed)
         step.need(packed)
+        began_ns, lost_ns = time.perf_counter_ns(), self._lost_ns()
         tensor = self._hooks.unpack(packed.packed)
+        step.own.needs += 1
+        step.own.needs_ns += time.perf_counter_ns() - began_ns - (self._lost_ns() - lost_ns)
         step.given(packed, tensor)
         return tensor
+
+    def _lost_ns(self) -> int:
+        """Time of replays and waits so far: evicting costs that, not bookkeeping."""
+        return self._core.rematerialiser.spent_ns + self._core.stall_ns
 
     # -- steps ----------------------------------------------------------------------------------------------------
     def _current(self, begins: bool) -> TracedStep | None:
@@ -146,6 +177,10 @@ class Tracer(TorchDispatchMode):
         if self._step is None and begins and not in_backward and self.wanted:
             self._step = TracedStep(self._core)
         return self._step
+
+    def _own(self, step: TracedStep) -> Bookkeeping:
+        """On CUDA the host works ahead, so what Delta's own work takes there says nothing of the step's time."""
+        return FREE if self._core.device.kind == "cuda" else step.own.means()
 
     def _end(self, step: TracedStep) -> None:
         self._step = None
@@ -165,7 +200,7 @@ class Tracer(TorchDispatchMode):
             "step": str(self._whole),
         }
         try:
-            write(Trace(name, Evictable.SAVED, step.finish(), device.kind, self._link, facts), path)
+            write(Trace(name, Evictable.SAVED, step.finish(), device.kind, self._link, facts, self._own(step)), path)
         except TraceError as error:
             self._core.engine.totals.warnings.append(str(error))  # training goes on
         else:

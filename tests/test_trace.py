@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from traces import peaks, traces
 
 from delta.errors import TraceError
 from delta.trace import Evictable, Recording, Trace, read, summary, write
-from delta.trace.events import Backward, Constant, Free, Need, Op, Result, Save, Unsave
+from delta.trace.events import Backward, Bookkeeping, Constant, Free, Need, Op, Result, Save, Unsave
 from delta.types import Link
 
 TRACE = Trace(
@@ -197,7 +198,19 @@ def changed(line: int, change: dict[str, Any] | None) -> str:
 @pytest.mark.parametrize(
     ("line", "change", "said"),
     [
-        (1, {"delta_trace": 3}, "line 1: delta_trace is 3; this version of Delta reads 1 to 2"),
+        (1, {"delta_trace": 4}, "line 1: delta_trace is 4; this version of Delta reads 1 to 3"),
+        (1, {"bookkeeping": {}}, "line 1: the header has 'bookkeeping', which is unknown; known are name, evictable"),
+        (1, {"delta_trace": 3, "bookkeeping": 3}, "line 1: the header: 'bookkeeping' is 3, must be an object"),
+        (
+            1,
+            {"delta_trace": 3, "bookkeeping": {"op_ns": 1.5}},
+            "line 1: 'bookkeeping': 'op_ns' is 1.5, must",
+        ),
+        (
+            1,
+            {"delta_trace": 3, "bookkeeping": {"op": 1}},
+            "line 1: 'bookkeeping' has 'op', which is unknown",
+        ),
         (4, {"encoded_bytes": 1}, "line 4: save has 'encoded_bytes', which is unknown; known are storage"),
         (1, {"delta_trace": True}, "line 1: delta_trace is True"),
         (1, {"who": 1}, "line 1: the header has 'who', which is unknown; known are name, evictable, device"),
@@ -300,5 +313,9 @@ def test_a_new_field_makes_a_new_version(tmp_path: Path) -> None:
     assert file.read_text().splitlines()[0].startswith('{"delta_trace":2,')
     assert '{"ev":"save","storage":0,"encoded_bytes":10,"encode_ns":3,"decode_ns":4}' in file.read_text()
     assert read(file) == forms
+    known = replace(forms, bookkeeping=Bookkeeping(op_ns=7, release_ns=2))
+    write(known, file)
+    assert file.read_text().splitlines()[0].startswith('{"delta_trace":3,')
+    assert read(file) == known
     with pytest.raises(TraceError, match="storage 0 takes 80 bytes encoded, no less than as it is"):
         write(Trace("t", Evictable.SAVED, (Constant(0, 80), Save(0, 80), Unsave(0))), file)

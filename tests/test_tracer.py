@@ -6,7 +6,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 import delta
 from delta.errors import TraceError
-from delta.runtime import tracer
+from delta.runtime import recorder, rematerialise, tracer
+from delta.runtime.core import Core
+from delta.runtime.hooks import Hooks
 from delta.runtime.opfacts import facts_of
+from delta.runtime.recorder import Recorder
+from delta.runtime.traced_step import TracedStep
 from delta.trace import Evictable, Recording, Trace, read, summary
-from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Result, Save, Unsave
+from delta.trace.events import Backward, Bookkeeping, Constant, Event, Free, Need, Op, Result, Save, Unsave
 from delta.trace.inventory import Inventory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -249,13 +253,80 @@ def loop(steps: int, optimiser: type[torch.optim.Optimizer] = torch.optim.Adam) 
 
 def test_asked_steps_are_recorded_and_the_tracer_leaves(tmp_path: Path) -> None:
     with delta.evict(trace=Recording(tmp_path / "net.jsonl.gz", skip=1, steps=2)) as run:
-        assert loop(6) == [1, 1, 1, 0, 0, 0]
+        assert loop(6) == [2, 2, 2, 0, 0, 0]  # tracer and recorder
     assert run.traces == (tmp_path / "net.jsonl.gz", tmp_path / "net-2.jsonl.gz")
     first, second = map(read, run.traces)
     assert (first.name, second.name) == ("net", "net-2")
     assert [trace.facts["step"] for trace in (first, second)] == ["2", "3"]
     assert timeless(first) == timeless(second)
+    assert min(asdict(first.bookkeeping).values()) > 0
     assert "aten.mm" in names(first) and not any("add_" in name or "sqrt" in name for name in names(first))
+
+
+class Clock:
+    """Stands still, but for what is said to take time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch, self._now_ns = patch, 0
+        patch.setattr("time.perf_counter_ns", lambda: self._now_ns)
+
+    def takes(self, where: Any, name: str, ns: int) -> None:
+        original = getattr(where, name)
+
+        def slower(*args: Any, **kwargs: Any) -> Any:
+            self._now_ns += ns
+            return original(*args, **kwargs)
+
+        self._patch.setattr(where, name, slower)
+
+
+def small_step() -> None:
+    """Six ops and a view outside of backward, its first gradient among them; what is saved are three activations."""
+    weight, batch = nn.Parameter(torch.ones(4)), torch.ones(2, 4)
+    scaled = (weight.exp() * batch).add_(1)
+    scaled.t().tanh().sum().backward()
+
+
+def test_a_trace_tells_what_delta_s_own_work_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.takes(recorder, "facts_of", 1_000)  # at each call that comes by the recorder
+    clock.takes(Recorder, "_record", 20_000)
+    clock.takes(Hooks, "pack", 300_000)
+    clock.takes(Hooks, "unpack", 4_000_000)
+    clock.takes(Core, "handle_died", 50_000_000)
+    clock.takes(TracedStep, "ran", 600_000_000)  # the tracer's own work
+    trace, _ = recorded(tmp_path / "step.jsonl", small_step)
+    own = trace.bookkeeping
+    assert own.op_ns == 20_000 + 1_000 + 1_000 // 6  # its share of the view
+    assert own.passed_ns == 1_000 + 1_000 // 6
+    assert (own.save_ns, own.release_ns) == (300_000, 50_000_000)
+    assert 4_000_000 <= own.need_ns < 4_100_000  # and what the recorder does in backward
+    assert trace.base_ns == 0
+
+
+def test_what_autograd_saves_of_the_model_is_part_of_what_a_save_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch).takes(Hooks, "pack", 300_000)
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.ones(2, 4)
+    trace, _ = recorded(tmp_path / "step.jsonl", lambda: model(batch).sum().backward(), model=model)
+    assert sum(isinstance(event, Save) for event in trace.events) == 3
+    assert trace.bookkeeping.save_ns == 400_000  # the second weight is saved too, and is no activation
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_replays_are_no_bookkeeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch).takes(rematerialise, "replay", 1_000)
+    trace, report = recorded(tmp_path / "step.jsonl", small_step, **evicting("recompute", "cpu"))
+    assert report.recompute_ns > 0
+    assert trace.bookkeeping == Bookkeeping()
+
+
+def test_where_the_host_works_ahead_its_time_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with delta.evict(trace=tmp_path / "step.jsonl", device="cpu") as run:
+        monkeypatch.setattr(type(run._core.device), "kind", "cuda")
+        small_step()
+    assert read(tmp_path / "step.jsonl").bookkeeping == Bookkeeping()
 
 
 @pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])

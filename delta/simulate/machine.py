@@ -113,6 +113,10 @@ class Machine:
         self.log.append(Entry("in", began_ns, self._in_free_ns, (storage,)))
         return self._in_free_ns
 
+    def pause(self, ns: int) -> None:
+        """Compute stands still because the host does something else; copies go on."""
+        self.now_ns += ns
+
     def wait_until(self, then_ns: int) -> None:
         """Compute stands still until a copy has ended."""
         if then_ns > self.now_ns:

@@ -11,9 +11,10 @@ from itertools import count
 
 from delta.engine import Engine
 from delta.planner import BESIDE
+from delta.routine import Way
 from delta.simulate.allocator import OutOfMemory
 from delta.simulate.machine import Machine
-from delta.trace.events import Backward, Constant, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
+from delta.trace.events import FREE, Backward, Constant, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
 from delta.types import (
     AwaitOut,
     Decode,
@@ -48,6 +49,7 @@ class Player:
         self.engine, self.machine = engine, machine
         self.replay_ns = 0  # in the step at hand
         self.encoding_ns = 0  # encoding and decoding, in the step at hand
+        self.bookkeeping_ns = 0  # Delta's own work, in the step at hand
         self._trace = trace
         self._all = trace.evictable is Evictable.ALL
         self._record: dict[int, int] = {}  # storage of the trace -> record
@@ -61,6 +63,9 @@ class Player:
         self._encoded: dict[int, int] = {}  # record -> its encoded form on the machine
         self._results: list[int] = []
         self._backward = False
+        self._own = FREE
+        self._ways: bytes | None = None  # how the recorder takes the ops of forward
+        self._told = 0  # of them so far
         self._limit_ns = trace.base_ns
         self._saved_constants = {event.storage for event in trace.events if isinstance(event, Save)}
         self.fragmented: list[float] = []  # free share of the device, each time something had to go
@@ -76,7 +81,9 @@ class Player:
         self._record = dict(self._constants)
         self._results.clear()
         self._backward = False
-        self.replay_ns = self.encoding_ns = 0
+        self.replay_ns = self.encoding_ns = self.bookkeeping_ns = 0
+        own = self._own = self._trace.bookkeeping if not self.engine.may_only_watch else FREE
+        self._ways, self._told = self.engine.learner.steady_ways(), 0
         for position, event in enumerate(self._trace.events):
             self._poll()
             match event:
@@ -87,10 +94,13 @@ class Player:
                 case Save(storage, encoded_bytes, encode_ns, decode_ns):
                     if encoded_bytes:
                         self.engine.encodable(self._record[storage], Encoding(encoded_bytes, encode_ns, decode_ns))
+                    self._pause(own.save_ns)
                     self._save(self._record[storage])
                 case Need(storage):
+                    self._pause(own.need_ns)
                     self._need(self._record[storage])
                 case Unsave(storage):
+                    self._pause(own.release_ns)
                     self._do(self.engine.unsaved(self._record[storage], self._now))
                 case Free(storage):
                     self._free(self._record[storage])
@@ -102,6 +112,11 @@ class Player:
             for storage in self._lets_go.get(position, ()):
                 self._read(self._record[storage])
         self._end()
+
+    def _pause(self, ns: int) -> None:
+        """Delta's own work takes this long."""
+        self.bookkeeping_ns += ns
+        self.machine.pause(ns)
 
     @property
     def _now(self) -> int:
@@ -166,8 +181,16 @@ class Player:
         if not replayable:
             read = olds = ()
         if made:
+            self._pause(self._recording_ns())
             told = OpInfo(next(self._op_ids), op.name, read, made, op.cost_ns, replayable, olds)
             self._do(self.engine.op_ran(told, self._now))
+
+    def _recording_ns(self) -> int:
+        """What the recorder takes over the next op that is told of."""
+        self._told += 1
+        if self._ways is None or self._told > len(self._ways) or self._ways[self._told - 1] != Way.PASS:
+            return self._own.op_ns
+        return self._own.passed_ns
 
     def _preserve(self, old: int) -> int | None:
         """Before `old` is written in place; a clone of it, if a recipe still reads it."""
@@ -276,6 +299,7 @@ class Player:
         machine.run(op.cost_ns, op.inputs, tuple(twins.get(record, record) for record in op.outputs))
         for twin in twins.values():
             machine.free(twin)
+        self._pause(self._own.need_ns)  # a replay is looked after much as a need is
         engine.lost(op.cost_ns)
         self.replay_ns += op.cost_ns
         if self.replay_ns > self._limit_ns:

@@ -61,6 +61,7 @@ class Run:
     recomputed_ns: int
     stall_ns: int
     encoding_ns: int
+    bookkeeping_ns: int
     fragmentation: float
     decisions: int
     decision_ns: int
@@ -133,6 +134,7 @@ def simulate(
         recomputed_ns=last.recomputed_ns if last else 0,
         stall_ns=last.stall_ns if last else 0,
         encoding_ns=last.encoding_ns if last else 0,
+        bookkeeping_ns=last.bookkeeping_ns if last else 0,
         fragmentation=sum(player.fragmented) / len(player.fragmented) if player.fragmented else 0.0,
         decisions=sum(engine.totals.evictions.values()),
         decision_ns=watched.spent_ns,
@@ -158,6 +160,7 @@ class _Step:
     recomputed_ns: int
     stall_ns: int
     encoding_ns: int
+    bookkeeping_ns: int
     swapped_bytes: int
 
 
@@ -177,6 +180,7 @@ def _play(player: Player) -> tuple[list[_Step], Status, str]:
                 player.replay_ns,
                 machine.stall_ns - stall_ns,
                 player.encoding_ns,
+                player.bookkeeping_ns,
                 machine.moved_out_bytes - moved_bytes,
             )
         )

@@ -104,6 +104,24 @@ Event = Constant | Op | Save | Need | Unsave | Free | Result | Backward
 
 
 @dataclass(frozen=True, slots=True)
+class Bookkeeping:
+    """What Delta's own work beside the step took on average for an event, in ns for which compute stood still.
+
+    An op that gets a recipe, one that the recorder lets pass, a saved tensor, one that backward asks for, and a handle
+    that dies. All 0 where it is not known, or where the host works ahead of the device.
+    """
+
+    op_ns: int = 0
+    passed_ns: int = 0
+    save_ns: int = 0
+    need_ns: int = 0
+    release_ns: int = 0
+
+
+FREE = Bookkeeping()
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One step. `link` is the measured way to the host tier, where one was measured."""
 
@@ -113,6 +131,7 @@ class Trace:
     device: str = ""
     link: Link | None = None
     facts: dict[str, str] = field(default_factory=dict)  # versions, model, whatever the recorder noted
+    bookkeeping: Bookkeeping = FREE
 
     @property
     def base_ns(self) -> int:

@@ -26,12 +26,26 @@ from pathlib import Path
 from typing import Any
 
 from delta.errors import TraceError
-from delta.trace.events import Backward, Constant, Event, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
+from delta.trace.events import (
+    FREE,
+    Backward,
+    Bookkeeping,
+    Constant,
+    Event,
+    Evictable,
+    Free,
+    Need,
+    Op,
+    Result,
+    Save,
+    Trace,
+    Unsave,
+)
 from delta.trace.inventory import Inventory
 from delta.trace.source import Source
 from delta.types import Link
 
-VERSION = 2
+VERSION = 3
 VERSION_KEY = "delta_trace"
 _END = "end"
 
@@ -40,7 +54,8 @@ KINDS: dict[str, type[Event]] = {
 }
 _SINCE_2: dict[type[Event], set[str]] = {Save: {"encoded_bytes", "encode_ns", "decode_ns"}}
 _TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in KINDS.values()}
-HEADER = {"name": "str", "evictable": "str", "device": "str", "link": "link", "facts": "dict"}
+HEADER = {"name": "str", "evictable": "str", "device": "str", "link": "link", "facts": "dict", "bookkeeping": "dict"}
+_HEADER_SINCE_3 = {"bookkeeping"}
 _IS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: type(value) is int and value >= 0,
     "float": lambda value: type(value) in (int, float) and math.isfinite(value),
@@ -92,8 +107,9 @@ def _lines(trace: Trace) -> Iterator[str]:
         "link": None if trace.link is None else asdict(_link(asdict(trace.link))),
         "facts": trace.facts,
     }
-    new = any(_given(event).keys() & _SINCE_2.get(type(event), set()) for event in trace.events)
-    yield _encode({VERSION_KEY: 2 if new else 1, **header})
+    if trace.bookkeeping != FREE:
+        header["bookkeeping"] = _bookkeeping(asdict(trace.bookkeeping))
+    yield _encode({VERSION_KEY: _version(trace), **header})
     inventory = Inventory()
     for number, event in enumerate(trace.events):
         try:
@@ -103,6 +119,13 @@ def _lines(trace: Trace) -> Iterator[str]:
         yield _encode({"ev": type(event).__name__.lower(), **_given(event)})
     inventory.end()
     yield _encode({_END: len(trace.events)})
+
+
+def _version(trace: Trace) -> int:
+    """The first version that has all the fields of a trace."""
+    if trace.bookkeeping != FREE:
+        return 3
+    return 2 if any(_given(event).keys() & _SINCE_2.get(type(event), set()) for event in trace.events) else 1
 
 
 def _given(event: Event) -> dict[str, Any]:
@@ -139,14 +162,16 @@ def _header(header: dict[str, Any], source: Source) -> Trace:
     if type(version) is not int or not 1 <= version <= VERSION:
         raise source.error(f"{VERSION_KEY} is {version!r}; this version of Delta reads 1 to {VERSION}")
     try:
-        values = _checked(header, HEADER, "the header")
+        known = {name: kind for name, kind in HEADER.items() if version >= 3 or name not in _HEADER_SINCE_3}
+        values = _checked(header, known, "the header", _HEADER_SINCE_3)
         evictable = _evictable(values["evictable"])
         link = None if values["link"] is None else _link(values["link"])
         if not all(isinstance(fact, str) for fact in values["facts"].values()):
             raise ValueError(f"'facts' is {values['facts']!r}, must have texts only")
+        bookkeeping = Bookkeeping(**_bookkeeping(values.get("bookkeeping", {})))
     except ValueError as error:
         raise source.error(str(error)) from error
-    return Trace(values["name"], evictable, (), values["device"], link, values["facts"])
+    return Trace(values["name"], evictable, (), values["device"], link, values["facts"], bookkeeping)
 
 
 def _evictable(given: str) -> Evictable:
@@ -160,6 +185,11 @@ def _link(given: dict[str, Any]) -> Link:
     if not min(values["out_bytes_per_s"], values["in_bytes_per_s"]) > 0 or not 0 <= values["interference"] <= 1:
         raise ValueError(f"'link' is {given!r}: the speeds must be above 0, the interference a share")
     return Link(**values)
+
+
+def _bookkeeping(given: dict[str, Any]) -> dict[str, int]:
+    known = {field.name: "int" for field in fields(Bookkeeping)}
+    return _checked(given, known, "'bookkeeping'", known)
 
 
 def _event(line: dict[str, Any], version: object) -> Event:
