@@ -18,7 +18,6 @@ from delta.units import format_bytes
 
 PAGE = Path("docs/predicted.md")
 RESULT = Path("docs/predicted.json")
-COMMAND = "scripts/predict --write-docs"
 _HEAD = (
     "policy",
     "limit",
@@ -86,7 +85,9 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def figures(results: list[Prediction]) -> dict[str, str]:
     """Name of a place in the page -> what belongs there."""
-    setting = facts_list({**results[0].machine, "command": f"`{COMMAND}`"})
+    one = results[0]
+    command = f"`scripts/predict --threads {one.threads} --steps {one.timed_steps} --write-docs`"
+    setting = facts_list({**one.machine, "command": command})
     return {"setting": setting, "tables": "\n\n".join(map(_markdown, results))}
 
 
