@@ -259,6 +259,42 @@ def test_a_peak_that_was_higher_than_any_before_is_seen(device: CpuDevice) -> No
         assert risen > 48 * MIB if nbytes > MIB else risen < 16 * MIB
 
 
+def test_what_is_being_read_back_is_in_use(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its destination has no pages yet, and will have them whatever happens in between."""
+    out = device.copy_out(filled(32 * MIB, 1))
+    device.wait(out)
+    out.storage = None
+    gate = Gate(monkeypatch, "preadv")
+    before = device.in_use()[0]
+    back = device.copy_in(out.block)
+    assert gate.reached.wait(5)
+    assert 30 * MIB < device.in_use()[0] - before < 34 * MIB
+    gate.open.set()
+    device.wait(back)
+    assert 30 * MIB < device.in_use()[0] - before < 34 * MIB
+    back.storage = None
+    assert device.in_use()[0] - before < 2 * MIB
+
+
+def test_a_peak_over_the_budget_counts_whatever_the_heap_keeps(device: CpuDevice) -> None:
+    """An op's memory that the heap has got back and keeps was in use at the peak."""
+    if heap_bytes() is None:
+        pytest.skip("the C library does not say")
+    del (raised := [torch.ones(7 * MIB)])[0]  # 28 MiB: smaller tensors go to the heap from now on
+    device.trim()
+    room = max(0, peak_resident_bytes() - device.used_bytes())
+    standing = [torch.ones((room + 8 * MIB) // 4)]  # so that the peak rises with what comes next
+    device.cap(device.used_bytes() + 8 * MIB)
+    before = device.in_use()[0]
+    tensors = [torch.ones(MIB) for _ in range(9)]
+    between = torch.ones(MIB)  # the heap cannot shrink while it is there
+    del tensors
+    now, peak = device.in_use()
+    assert now - before < 12 * MIB
+    assert peak - before > 36 * MIB
+    del standing, between, raised
+
+
 def test_tickets_of_another_device_are_refused(device: CpuDevice) -> None:
     chaos = make_device("chaos", HostConfig())
     for own, other in ((device, chaos), (chaos, device)):

@@ -50,7 +50,7 @@ class CpuDevice:
         self._lane = FileLane(self._spill, _HeapMover(self._spill), self._listeners, self._rates, self._limit_bytes)
         self._clock = WallClock()
         self._meter = ResidentMeter()
-        self._drops_pages = False
+        self._budget_bytes: int | None = None
         self._beside_heap_bytes: int | None = None  # resident when nothing was merely kept
         self._peak_bytes = peak_resident_bytes()
 
@@ -61,16 +61,21 @@ class CpuDevice:
         return self._meter.read_bytes()
 
     def in_use(self) -> tuple[int, int]:
-        """The heap says what it has given out; all that is resident beside it is there to stay. Of peaks only those
-        are seen that were higher than any before, and what the heap keeps now is taken to have been kept then.
+        """The heap says what it has given out; all that is resident beside it is there to stay. What is being read back
+        becomes resident only as it comes. Of peaks only those are seen that were higher than any before, and what the
+        heap keeps now is taken to have been kept then, unless it was over the budget: that counts whatever it was.
         """
+        coming = self._lane.coming_bytes
         resident, given_out = self._meter.read_bytes(), heap_bytes()
-        now = resident
+        now = resident + coming
         if given_out is not None and self._beside_heap_bytes is not None:
             now = min(now, given_out + self._beside_heap_bytes)
         before, self._peak_bytes = self._peak_bytes, peak_resident_bytes()
-        peak = self._peak_bytes - (resident - now) if self._peak_bytes > before else now
-        return now, max(now, peak)
+        if self._peak_bytes <= before:
+            return now, now
+        over = self._budget_bytes is not None and self._peak_bytes > self._budget_bytes
+        kept = 0 if over else max(0, resident - now)
+        return now, max(now, self._peak_bytes - kept)
 
     def memory_blocks(self) -> None:
         """The heap is not ours to look into."""
@@ -99,7 +104,7 @@ class CpuDevice:
 
         Without one the allocator may keep them: reusing warm pages is three times faster than faulting in new ones.
         """
-        if not self._drops_pages or storage.nbytes() < _MIN_DROP_BYTES or not sole_owner(storage):
+        if self._budget_bytes is None or storage.nbytes() < _MIN_DROP_BYTES or not sole_owner(storage):
             return
         if torch.cuda.is_initialized() and storage.is_pinned():  # a card has these pages' addresses
             return
@@ -130,8 +135,8 @@ class CpuDevice:
             self._beside_heap_bytes = max(self._beside_heap_bytes or 0, beside_bytes)
 
     def cap(self, budget_bytes: int | None) -> None:
-        self._drops_pages = budget_bytes is not None
-        if self._drops_pages:
+        self._budget_bytes = budget_bytes
+        if budget_bytes is not None:
             self.trim()
 
     def on_transfer(self, callback: Callable[[], None]) -> None:

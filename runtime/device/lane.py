@@ -68,6 +68,13 @@ class FileLane:
         self._book = BlockBook(lambda block: spill.give_back(block.room))
         self._workers = {"out": Worker("delta-copy-out"), "in": Worker("delta-copy-in")}
         self._reserving = threading.Lock()
+        self._counting = threading.Lock()
+        self._coming_bytes = 0
+
+    @property
+    def coming_bytes(self) -> int:
+        """Bytes of the copies to the device that have not ended: their storages may not have been touched yet."""
+        return self._coming_bytes
 
     def copy_out(self, storage: torch.UntypedStorage) -> FileTicket:
         nbytes = storage.nbytes()
@@ -98,6 +105,8 @@ class FileLane:
         self._book.begin(ticket.block)
         self._mover.order(ticket.direction)
         ticket.job = Job(partial(body, ticket), self._listeners.notify)
+        if ticket.direction == "in":
+            self._count_coming(ticket.nbytes)
         self._workers[ticket.direction].submit(ticket.job)
         return ticket
 
@@ -110,9 +119,14 @@ class FileLane:
 
     def _run_in(self, ticket: FileTicket) -> None:
         self._run(ticket, self._read)
+        self._count_coming(-ticket.nbytes)
         if ticket.failure is not None:
             ticket.storage = None
         self._book.end(ticket.block)
+
+    def _count_coming(self, nbytes: int) -> None:
+        with self._counting:
+            self._coming_bytes += nbytes
 
     def _run(self, ticket: FileTicket, copy: Callable[[FileTicket], bool]) -> None:
         """Copy and keep the times; a failure goes into the ticket, for whoever waits for it."""
