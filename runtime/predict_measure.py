@@ -1,8 +1,9 @@
 """What the simulator foretells of a training, beside what the training really does.
 
 A step of the plain program is traced, and simulated under each policy and the same budget. Then each policy trains in a
-process of its own, in turn with a plain one: peaks, times and bits are compared. Times are those of forward and
-backward, which is what a trace covers.
+process of its own, all in turn with a plain one: peaks, times and bits are compared. Times are those of forward and
+backward, which is what a trace covers. Where a process has its memory makes one a few percent slower than another that
+does the same, for as long as it lives, so it is done with several.
 
 Not covered: how it is shown (`predict`).
 """
@@ -20,6 +21,8 @@ from delta.engine import MISSED
 from delta.errors import DeltaError
 from delta.policies.loader import load, names
 from delta.runtime import zoo
+from delta.runtime.bench.measure import fitting, groups
+from delta.runtime.bench.options import PLAIN
 from delta.runtime.demo_process import KEEPS_PAGES, SETTLING_STEPS, WARM_UP_STEPS, WorkerProcess
 from delta.runtime.demo_worker import Spec
 from delta.runtime.facts import machine_facts
@@ -31,9 +34,10 @@ from delta.units import parse_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A policy. Peaks are those of saved activations over all steps: ``counted_peak_bytes`` in a step after the timed
-    ones from outside of Delta, ``peak_bytes`` in all steps as Delta reports it. Overheads are step time over plain;
-    ``predicted_overhead`` is None where the simulated run did not end, ``status`` says how."""
+    """A policy. Peaks are those of saved activations over all steps and processes: ``counted_peak_bytes`` in a step
+    after the timed ones from outside of Delta, ``peak_bytes`` in all steps as Delta reports it. Overheads are step time
+    over plain, the median of the processes; ``predicted_overhead`` is None where the simulated run did not end,
+    ``status`` says how."""
 
     policy: str
     gradients_identical: bool
@@ -70,6 +74,7 @@ class Prediction:
     batch: int
     activations: str
     timed_steps: int
+    processes: int
     threads: int
     machine: Mapping[str, str]
     rows: tuple[Row, ...]
@@ -108,56 +113,95 @@ def predict(
     policies: Sequence[str],
     activations: str,
     timed_steps: int,
+    processes: int = 1,
     done: Callable[[str], None] = lambda _: None,
 ) -> Prediction:
-    """Trace, simulate and measure; ``done`` gets each policy once it is measured. DeltaError if a process fails."""
+    """Trace, simulate and measure, with that many processes for each policy; ``done`` is told how far it has come.
+
+    DeltaError if a process fails.
+    """
     facts = machine_facts()
-    trace = record(spec).trace
-    rows = []
-    for policy in policies:
-        run = simulate(trace, on_this_device(policy), parse_size(activations, what="activations"), trace.link)
-        limited = replace(spec, mode="delta", policy=policy, activations=activations)
-        rows.append(_measure(spec, limited, run, timed_steps))
-        done(policy)
+    recorded = record(spec)
+    trace, budget = recorded.trace, parse_size(activations, what="activations")
+    runs = {policy: simulate(trace, on_this_device(policy), budget, trace.link) for policy in policies}
+    done(f"{spec.model}: traced and simulated")
+    found: dict[str, list[_Found]] = {policy: [] for policy in policies}
+    together = groups(policies, fitting(recorded.process_bytes, spec.device))
+    for number in range(processes):
+        for group in together:
+            limited = {name: replace(spec, mode="delta", policy=name, activations=activations) for name in group}
+            for policy, one in _train(spec, limited, timed_steps).items():
+                found[policy].append(one)
+        done(f"{spec.model}: {number + 1} of {processes} processes")
+    rows = [_row(policy, runs[policy], found[policy]) for policy in policies]
     return Prediction(
         model=spec.model,
         batch=spec.sizes["batch"],
         activations=activations,
         timed_steps=timed_steps,
+        processes=processes,
         threads=spec.threads,
         machine=facts,
         rows=tuple(rows),
     )
 
 
-def _measure(plain: Spec, limited: Spec, run: Run, timed_steps: int) -> Row:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one process under a policy did, beside the plain one."""
+
+    same_gradients: bool
+    same_losses: bool
+    peak_bytes: int
+    counted_peak_bytes: int
+    overhead: float
+
+
+def _train(plain: Spec, limited: Mapping[str, Spec], timed_steps: int) -> dict[str, _Found]:
+    """A plain process and one under each policy, in turn; each round begins with another."""
     last = WARM_UP_STEPS + timed_steps
-    answers: dict[str, list[dict[str, Any]]] = {"plain": [], "delta": []}
+    names = [PLAIN, *limited]
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with ExitStack() as stack:
-        workers = {spec.mode: stack.enter_context(WorkerProcess(spec, KEEPS_PAGES)) for spec in (plain, limited)}
+        specs = {PLAIN: plain, **limited}
+        workers = {name: stack.enter_context(WorkerProcess(spec, KEEPS_PAGES)) for name, spec in specs.items()}
         for worker in workers.values():
             worker.wait_ready()
         for index in range(last + 1):
-            for mode in sorted(workers, reverse=bool(index % 2)):
+            first = index % len(names)
+            for name in (*names[first:], *names[:first]):
                 asked = {"do": "step", "index": index, "count": index == last, "settle": index in SETTLING_STEPS}
-                answers[mode].append(workers[mode].ask(asked))
-        report = workers["delta"].ask({"do": "finish"})["report"]
+                answers[name].append(workers[name].ask(asked))
+        reports = {name: workers[name].ask({"do": "finish"})["report"] for name in limited}
 
-    def passes_ns(mode: str) -> float:
-        return float(median(answer["passes_ns"] for answer in answers[mode][WARM_UP_STEPS:last]))
+    def passes_ns(name: str) -> float:
+        return float(median(answer["passes_ns"] for answer in answers[name][WARM_UP_STEPS:last]))
 
-    def same(what: str) -> bool:
-        return [answer[what] for answer in answers["plain"]] == [answer[what] for answer in answers["delta"]]
+    def same(name: str, what: str) -> bool:
+        return [answer[what] for answer in answers[name]] == [answer[what] for answer in answers[PLAIN]]
 
+    return {
+        name: _Found(
+            same_gradients=same(name, "gradients"),
+            same_losses=same(name, "loss"),
+            peak_bytes=int(reports[name]["peak_activation_bytes"]),
+            counted_peak_bytes=answers[name][last]["counted_peak_bytes"],
+            overhead=passes_ns(name) / passes_ns(PLAIN),
+        )
+        for name in limited
+    }
+
+
+def _row(policy: str, run: Run, found: Sequence[_Found]) -> Row:
     return Row(
-        policy=limited.policy,
-        gradients_identical=same("gradients"),
-        losses_identical=same("loss"),
+        policy=policy,
+        gradients_identical=all(one.same_gradients for one in found),
+        losses_identical=all(one.same_losses for one in found),
         limit_bytes=run.budget_bytes,
-        peak_bytes=int(report["peak_activation_bytes"]),
-        counted_peak_bytes=answers["delta"][last]["counted_peak_bytes"],
+        peak_bytes=max(one.peak_bytes for one in found),
+        counted_peak_bytes=max(one.counted_peak_bytes for one in found),
         predicted_peak_bytes=run.peak_bytes,
-        overhead=passes_ns("delta") / passes_ns("plain"),
+        overhead=median(one.overhead for one in found),
         predicted_overhead=run.overhead,
         status=str(run.status),
     )

@@ -126,7 +126,14 @@ def test_a_row_compares() -> None:
 
 def test_a_result_survives_json_and_fills_a_table() -> None:
     result = Prediction(
-        model="gpt", batch=4, activations="50%", timed_steps=2, threads=1, machine={"day": "today"}, rows=(a_row(),)
+        model="gpt",
+        batch=4,
+        activations="50%",
+        timed_steps=2,
+        processes=3,
+        threads=1,
+        machine={"day": "today"},
+        rows=(a_row(),),
     )
     assert Prediction.from_dict(result.as_dict()) == result
     line = "| delta | 100 B | 100 B | 90 B | 98 B | -2.0% | 1.250 | 1.125 | -12.5 | identical |"

@@ -353,6 +353,7 @@ class Player:
                 case Drop(record, _):
                     allocator = self.machine.allocator
                     self.fragmented.append(allocator.free_bytes / allocator.capacity_bytes)
+                    self._pause(self._own.release_ns)
                     self._do(self._died(record))
                 case Release(record):
                     self._discard_encoded(record)

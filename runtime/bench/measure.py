@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from delta.runtime.ways import unavailable
 from delta.runtime.zoo import ZOO
 from delta.simulate.floor import floors
 from delta.units import parse_size
+
+T = TypeVar("T")
 
 _USED = 0.7  # of the memory that is free; the rest is left to the caches of allocators and to others
 
@@ -109,7 +111,7 @@ def fitting(process_bytes: int, device: str) -> int:
     return max(2, int(_USED * free_bytes / process_bytes))
 
 
-def groups(ways: Sequence[Way], at_once: int) -> list[list[Way]]:
+def groups(ways: Sequence[T], at_once: int) -> list[list[T]]:
     """Ways that run together, as many groups as needed and all about as large; plain runs beside each of them."""
     beside = at_once - 1
     count = max(1, -(-len(ways) // beside))
