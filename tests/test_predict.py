@@ -1,23 +1,26 @@
 """The simulator beside the real CPU engine: every shipped policy trains, holds its budget, and was foretold."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from delta.engine import MISSED
 from delta.errors import DeltaError
+from delta.runtime import predict_measure, tracing
 from delta.runtime.demo import DemoOptions
 from delta.runtime.demo_worker import SKIPPED_STEPS, TRACED_STEPS, Spec, Trainer
 from delta.runtime.predict import figures
 from delta.runtime.predict_measure import Prediction, Row, base_spec, evicting, on_this_device, predict
-from delta.runtime.tracing import plain_spec
+from delta.runtime.tracing import Recorded, plain_spec
 from delta.simulate import Status, simulate
-from delta.trace import Trace, read
-from delta.trace.events import Op, Save
+from delta.trace import Recording, Trace, read, write
+from delta.trace.events import Backward, Bookkeeping, Evictable, Free, Need, Op, Save, Unsave
 from delta.units import Share
 
 STEPS = 4
@@ -140,6 +143,91 @@ def test_a_result_survives_json_and_fills_a_table() -> None:
     assert line in figures([result])["tables"]
     with pytest.raises(DeltaError, match="not a result of scripts/predict"):
         Prediction.from_dict({"rows": [{}]})
+
+
+STEP = Trace(
+    "step",
+    Evictable.SAVED,
+    (Op("op", (), (0,), (100,), 50), Save(0), Free(0), Backward(), Need(0), Op("back", (0,), (), (), 50), Unsave(0)),
+)
+STANDING = {"plain": 0, "recompute": 10, "dtr": 20}  # percent
+
+
+class FakeWorker:
+    """A process under a policy is slower than a plain one by `STANDING`, and 30 % more if it is the second of them. The
+    last process under `dtr` gets another loss in its third step."""
+
+    made: ClassVar[Counter[str]] = Counter()
+    together = 0
+
+    def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
+        self.name = told.policy if told.mode == "delta" else "plain"
+        self.made[self.name] += 1
+        self.number = self.made[self.name]
+
+    def __enter__(self) -> "FakeWorker":
+        FakeWorker.together += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        FakeWorker.together -= 1
+
+    def wait_ready(self) -> None:
+        assert self.together <= 3
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if request["do"] == "finish":
+            return {"report": {"peak_activation_bytes": 40 + self.number}}
+        slower = STANDING[self.name] + (30 if self.number == 2 and self.name != "plain" else 0)
+        other = self.name == "dtr" and self.number == 3 and request["index"] == 2
+        answer = {"passes_ns": 1000 * (100 + slower), "gradients": "g", "loss": "1" if other else "0"}
+        return answer | ({"counted_peak_bytes": 30 + self.number} if request["count"] else {})
+
+
+def test_several_processes_are_compared_with_plain_ones_of_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeWorker.made.clear()
+    monkeypatch.setattr(predict_measure, "WorkerProcess", FakeWorker)
+    monkeypatch.setattr(predict_measure, "record", lambda spec: Recorded(STEP, 1000))
+    monkeypatch.setattr(predict_measure, "machine_facts", dict)
+    told: list[str] = []
+    result = predict(SMALL["byte-gpt"], ["recompute", "dtr"], "50%", 2, processes=3, done=told.append)
+    assert FakeWorker.made == {"plain": 3, "recompute": 3, "dtr": 3} and FakeWorker.together == 0
+    recompute, dtr = result.rows
+    assert (recompute.overhead, dtr.overhead) == (1.1, 1.2)
+    assert (recompute.peak_bytes, recompute.counted_peak_bytes) == (43, 33)
+    assert recompute.losses_identical and dtr.gradients_identical and not dtr.losses_identical
+    assert (result.processes, result.timed_steps, len(told)) == (3, 2, 4)
+
+
+class Tracing:
+    """A process that records three steps: of 100, 70 and 80 ns, and in the second one a collection of garbage."""
+
+    def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
+        assert told.trace is not None
+        recording = Recording(Path(told.trace), SKIPPED_STEPS, TRACED_STEPS)
+        for number, (cost_ns, op_ns) in enumerate([(50, 5), (35, 900), (40, 7)]):
+            events = tuple(replace(event, cost_ns=cost_ns) if isinstance(event, Op) else event for event in STEP.events)
+            own = Bookkeeping(op_ns=op_ns, save_ns=10 + number)
+            write(replace(STEP, events=events, bookkeeping=own), recording.file(number))
+
+    def __enter__(self) -> "Tracing":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def wait_ready(self) -> None:
+        pass
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return {"peak_reserved_bytes": None, "peak_rss_bytes": 123}
+
+
+def test_the_fastest_step_is_taken_and_what_delta_s_own_work_takes_as_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "WorkerProcess", Tracing)
+    recorded = tracing.record(SMALL["byte-gpt"])
+    assert (recorded.trace.base_ns, recorded.process_bytes) == (70, 123)
+    assert recorded.trace.bookkeeping == Bookkeeping(op_ns=7, save_ns=11)
 
 
 def test_an_unknown_model_is_refused() -> None:
