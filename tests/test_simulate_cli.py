@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from logs import chain, random_net
 from typer.testing import CliRunner, Result
 
 from delta.cli import app
-from delta.simulate import Run
+from delta.simulate import Run, simulate
 from delta.trace import read, write
 
 
@@ -100,6 +102,19 @@ def test_a_trace_of_delta_is_taken_like_a_log(log: str, tmp_path: Path) -> None:
     arguments = ("--policy", "dtr", "--budget", "0.5", "--json")
     first, second = (json.loads(printed("simulate", path, *arguments)[0]) for path in (log, str(copy)))
     assert first | {"decision_ns": 0} == second | {"decision_ns": 0}
+
+
+def test_garbage_is_looked_for_less_while_a_step_is_simulated(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = gc.get_threshold(), []
+
+    def watched(*arguments: Any) -> Run:
+        seen.append(gc.get_threshold())
+        return simulate(*arguments)
+
+    monkeypatch.setattr("delta.simulate.simulate", watched)
+    printed("simulate", log, "--policy", "dtr", "--budget", "0.8", "--json")
+    assert seen[0][0] > before[0]
+    assert gc.get_threshold() == before
 
 
 def test_compare_prints_policies_by_budgets_for_each_trace(log: str, tmp_path: Path) -> None:
