@@ -21,7 +21,7 @@ from delta.engine import MISSED
 from delta.errors import DeltaError
 from delta.policies.loader import load, names
 from delta.runtime import zoo
-from delta.runtime.bench.measure import fitting, groups
+from delta.runtime.bench.measure import fitting, groups, rounds
 from delta.runtime.bench.options import PLAIN
 from delta.runtime.demo_process import KEEPS_PAGES, SETTLING_STEPS, WARM_UP_STEPS, WorkerProcess
 from delta.runtime.demo_worker import Spec
@@ -167,11 +167,9 @@ def _train(plain: Spec, limited: Mapping[str, Spec], timed_steps: int) -> dict[s
         workers = {name: stack.enter_context(WorkerProcess(spec, KEEPS_PAGES)) for name, spec in specs.items()}
         for worker in workers.values():
             worker.wait_ready()
-        for index in range(last + 1):
-            first = index % len(names)
-            for name in (*names[first:], *names[:first]):
-                asked = {"do": "step", "index": index, "count": index == last, "settle": index in SETTLING_STEPS}
-                answers[name].append(workers[name].ask(asked))
+        for name, index in rounds(names, last + 1):
+            asked = {"do": "step", "index": index, "count": index == last, "settle": index in SETTLING_STEPS}
+            answers[name].append(workers[name].ask(asked))
         reports = {name: workers[name].ask({"do": "finish"})["report"] for name in limited}
 
     def passes_ns(name: str) -> float:

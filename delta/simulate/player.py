@@ -83,7 +83,7 @@ class Player:
         self._backward = False
         self.replay_ns = self.encoding_ns = self.bookkeeping_ns = 0
         own = self._own = self._trace.bookkeeping if not self.engine.may_only_watch else FREE
-        self._ways, self._told = self.engine.learner.steady_ways(), 0
+        self._ways, self._told = self.engine.learner.steady_ways() if own != FREE else None, 0
         for position, event in enumerate(self._trace.events):
             self._poll()
             match event:

@@ -129,11 +129,17 @@ def turns(names: Sequence[str], timed_steps: int) -> Iterator[tuple[str, int, di
     Each round begins with another way: whatever the first of a round has against it, all have.
     """
     last = step_count(timed_steps) - 1
-    for index in range(last + 1):
+    for name, index in rounds(names, last + 1):
+        settle = index in SETTLING_STEPS
+        yield name, index, {"count": index in (0, last), "allocated": index == last, "settle": settle}
+
+
+def rounds(names: Sequence[str], steps: int) -> Iterator[tuple[str, int]]:
+    """Every name once for each step, each round beginning with another."""
+    for index in range(steps):
         first = index % len(names)
         for name in (*names[first:], *names[:first]):
-            settle = index in SETTLING_STEPS
-            yield name, index, {"count": index in (0, last), "allocated": index == last, "settle": settle}
+            yield name, index
 
 
 def _train(specs: Mapping[str, Spec], timed_steps: int) -> _Outcome:
