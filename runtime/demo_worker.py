@@ -42,8 +42,8 @@ from delta.runtime.settle import settle_kernels
 from delta.trace import Recording
 from delta.units import Bytes, parse_size
 
-SKIPPED_STEPS = 2  # first-touch page faults
-TRACED_STEPS = 3
+TRACED_STEPS = 5
+COLD_STEPS = 2  # of them: first-touch page faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Spec:
     ``mode``: ``plain``, ``delta`` (with no limit it only watches), or one of `ways`. ``model`` and ``sizes``: of the
     zoo. ``activations``: Delta's limit, and the memory budget of ``compile``. ``budget``: bytes of the device in all;
     outside of Delta it caps the allocator (CUDA). ``overrides``: of the policy. ``autocast``: bfloat16 where autocast
-    has it. ``trace``: a file for the `TRACED_STEPS` steps after the first `SKIPPED_STEPS` (mode ``delta`` only).
+    has it. ``trace``: a file for the first `TRACED_STEPS` steps (mode ``delta`` only).
     """
 
     mode: str
@@ -219,7 +219,7 @@ def _cap(budget: str) -> None:
 def _session(spec: Spec, model: nn.Module) -> AbstractContextManager[_Run | None]:
     if spec.mode != "delta":
         return nullcontext()
-    trace = None if spec.trace is None else Recording(Path(spec.trace), SKIPPED_STEPS, TRACED_STEPS)
+    trace = None if spec.trace is None else Recording(Path(spec.trace), steps=TRACED_STEPS)
     return delta.evict(
         model,
         activations=spec.activations,

@@ -1,9 +1,9 @@
 """What the simulator foretells of a training, beside what the training really does.
 
 A step of the plain program is traced, and simulated under each policy and the same budget. Then each policy trains in a
-process of its own, all in turn with a plain one: peaks, times and bits are compared. Times are those of forward and
-backward, which is what a trace covers. Where a process has its memory makes one a few percent slower than another that
-does the same, for as long as it lives, so it is done with several.
+process of its own, all in turn with plain ones: peaks, times and bits are compared. Times are those of forward and
+backward, which is what a trace covers. Where a process has its memory makes one up to a tenth slower than another that
+does the same, for as long as it lives, so it is done with several, plain ones too.
 
 Not covered: how it is shown (`predict`).
 """
@@ -30,6 +30,8 @@ from delta.runtime.tracing import plain_spec, record
 from delta.simulate import Run, simulate
 from delta.types import Action
 from delta.units import parse_size
+
+PLAINS = tuple(f"{PLAIN}-{number}" for number in range(3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +125,12 @@ def predict(
     facts = machine_facts()
     recorded = record(spec)
     trace, budget = recorded.trace, parse_size(activations, what="activations")
-    runs = {policy: simulate(trace, on_this_device(policy), budget, trace.link) for policy in policies}
+    runs = {
+        policy: simulate(trace, on_this_device(policy), budget, trace.link, first=recorded.first) for policy in policies
+    }
     done(f"{spec.model}: traced and simulated")
     found: dict[str, list[_Found]] = {policy: [] for policy in policies}
-    together = groups(policies, fitting(recorded.process_bytes, spec.device))
+    together = groups(policies, max(2, 1 + fitting(recorded.process_bytes, spec.device) - len(PLAINS)))
     for number in range(processes):
         for group in together:
             limited = {name: replace(spec, mode="delta", policy=name, activations=activations) for name in group}
@@ -148,7 +152,7 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one process under a policy did, beside the plain one."""
+    """What one process under a policy did, beside the plain ones."""
 
     same_gradients: bool
     same_losses: bool
@@ -158,25 +162,26 @@ class _Found:
 
 
 def _train(plain: Spec, limited: Mapping[str, Spec], timed_steps: int) -> dict[str, _Found]:
-    """A plain process and one under each policy, in turn; each round begins with another."""
+    """Plain processes and one under each policy, in turn; each round begins with another."""
     last = WARM_UP_STEPS + timed_steps
-    names = [PLAIN, *limited]
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    specs = {**dict.fromkeys(PLAINS, plain), **limited}
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     with ExitStack() as stack:
-        specs = {PLAIN: plain, **limited}
         workers = {name: stack.enter_context(WorkerProcess(spec, KEEPS_PAGES)) for name, spec in specs.items()}
         for worker in workers.values():
             worker.wait_ready()
-        for name, index in rounds(names, last + 1):
+        for name, index in rounds(list(specs), last + 1):
             asked = {"do": "step", "index": index, "count": index == last, "settle": index in SETTLING_STEPS}
             answers[name].append(workers[name].ask(asked))
         reports = {name: workers[name].ask({"do": "finish"})["report"] for name in limited}
 
-    def passes_ns(name: str) -> float:
-        return float(median(answer["passes_ns"] for answer in answers[name][WARM_UP_STEPS:last]))
+    def overhead(name: str) -> float:
+        timed = range(WARM_UP_STEPS, last)
+        plain_ns = [median(answers[each][index]["passes_ns"] for each in PLAINS) for index in timed]
+        return float(median(answers[name][index]["passes_ns"] for index in timed) / median(plain_ns))
 
     def same(name: str, what: str) -> bool:
-        return [answer[what] for answer in answers[name]] == [answer[what] for answer in answers[PLAIN]]
+        return [answer[what] for answer in answers[name]] == [answer[what] for answer in answers[PLAINS[0]]]
 
     return {
         name: _Found(
@@ -184,7 +189,7 @@ def _train(plain: Spec, limited: Mapping[str, Spec], timed_steps: int) -> dict[s
             same_losses=same(name, "loss"),
             peak_bytes=int(reports[name]["peak_activation_bytes"]),
             counted_peak_bytes=answers[name][last]["counted_peak_bytes"],
-            overhead=passes_ns(name) / passes_ns(PLAIN),
+            overhead=overhead(name),
         )
         for name in limited
     }

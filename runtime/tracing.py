@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from delta.runtime.demo_process import KEEPS_PAGES, WorkerProcess
-from delta.runtime.demo_worker import SKIPPED_STEPS, TRACED_STEPS, Spec
-from delta.trace import Trace, read
+from delta.runtime.demo_worker import COLD_STEPS, TRACED_STEPS, Spec
+from delta.trace import Recording, Trace, read
 from delta.trace.events import Bookkeeping
 
 
@@ -31,27 +31,32 @@ def plain_spec(model: str, sizes: Mapping[str, int], *, threads: int, device: st
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A trace, and the most memory that the process which made it took: of the device, or resident on a CPU."""
+    """A trace, that of the first step of the same training, and the most memory that the process which made them took:
+    of the device, or resident on a CPU."""
 
     trace: Trace
+    first: Trace
     process_bytes: int
 
 
 def record(spec: Spec) -> Recorded:
-    """A trace of one plain step: of the steps recorded, the one whose ops took the least time, because other work on
-    the machine met it least. What Delta's own work takes is the median over all of them."""
+    """A trace of one plain step: of the steps after the cold ones, the one whose ops took the least time, because other
+    work on the machine met it least. What Delta's own work takes is the median over all of these."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, f"{spec.model}.jsonl.gz")
         watched = replace(spec, mode="delta", activations=None, trace=str(path))
         with WorkerProcess(watched, KEEPS_PAGES) as worker:
             worker.wait_ready()
-            for index in range(SKIPPED_STEPS + TRACED_STEPS):
+            for index in range(TRACED_STEPS):
                 worker.ask({"do": "step", "index": index})
             end = worker.ask({"do": "finish"})
-        traces = [read(found) for found in sorted(Path(directory).iterdir())]
-    fastest = min(traces, key=lambda trace: trace.base_ns)
-    usual = _median([trace.bookkeeping for trace in traces])
-    return Recorded(replace(fastest, bookkeeping=usual), int(end["peak_reserved_bytes"] or end["peak_rss_bytes"]))
+        recording = Recording(path, steps=TRACED_STEPS)
+        first, *traces = (read(recording.file(number)) for number in range(TRACED_STEPS))
+    warm = traces[COLD_STEPS - 1 :]
+    fastest = min(warm, key=lambda trace: trace.base_ns)
+    usual = _median([trace.bookkeeping for trace in warm])
+    process_bytes = int(end["peak_reserved_bytes"] or end["peak_rss_bytes"])
+    return Recorded(replace(fastest, bookkeeping=usual), first, process_bytes)
 
 
 def _median(steps: Sequence[Bookkeeping]) -> Bookkeeping:

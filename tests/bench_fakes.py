@@ -70,7 +70,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     trace: Any = type("FakeTrace", (), {"link": None})()
     monkeypatch.setattr(measuring, "WorkerProcess", FakeWorker)
     monkeypatch.setattr(measuring, "WARM_UP_STEPS", 3)
-    monkeypatch.setattr(measuring, "record", lambda spec: Recorded(trace, 1))
+    monkeypatch.setattr(measuring, "record", lambda spec: Recorded(trace, trace, 1))
     monkeypatch.setattr(measuring, "floors", fake_floors)
 
 

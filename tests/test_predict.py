@@ -14,7 +14,7 @@ from delta.engine import MISSED
 from delta.errors import DeltaError
 from delta.runtime import predict_measure, tracing
 from delta.runtime.demo import DemoOptions
-from delta.runtime.demo_worker import SKIPPED_STEPS, TRACED_STEPS, Spec, Trainer
+from delta.runtime.demo_worker import COLD_STEPS, TRACED_STEPS, Spec, Trainer
 from delta.runtime.predict import figures
 from delta.runtime.predict_measure import Prediction, Row, base_spec, evicting, on_this_device, predict
 from delta.runtime.tracing import Recorded, plain_spec
@@ -56,10 +56,10 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
         if model != "byte-gpt":
             pytest.importorskip("transformers")
         trainer = Trainer(replace(spec, mode="delta", trace=str(path)))
-        for index in range(SKIPPED_STEPS + TRACED_STEPS):
+        for index in range(TRACED_STEPS):
             trainer.step(index)
         trainer.finish()
-        found[model] = read(path)
+        found[model] = read(Recording(path).file(COLD_STEPS))
     return found
 
 
@@ -154,8 +154,8 @@ STANDING = {"plain": 0, "recompute": 10, "dtr": 20}  # percent
 
 
 class FakeWorker:
-    """A process under a policy is slower than a plain one by `STANDING`, and 30 % more if it is the second of them. The
-    last process under `dtr` gets another loss in its third step."""
+    """A process under a policy is slower than a plain one by `STANDING`, and 30 % more if it is the second of them. One
+    plain process in three is, too. The last process under `dtr` gets another loss in its third step."""
 
     made: ClassVar[Counter[str]] = Counter()
     together = 0
@@ -173,12 +173,13 @@ class FakeWorker:
         FakeWorker.together -= 1
 
     def wait_ready(self) -> None:
-        assert self.together <= 3
+        assert self.together <= 5
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["do"] == "finish":
             return {"report": {"peak_activation_bytes": 40 + self.number}}
-        slower = STANDING[self.name] + (30 if self.number == 2 and self.name != "plain" else 0)
+        slow = self.number % 3 == 2 if self.name == "plain" else self.number == 2
+        slower = STANDING[self.name] + (30 if slow else 0)
         other = self.name == "dtr" and self.number == 3 and request["index"] == 2
         answer = {"passes_ns": 1000 * (100 + slower), "gradients": "g", "loss": "1" if other else "0"}
         return answer | ({"counted_peak_bytes": 30 + self.number} if request["count"] else {})
@@ -187,11 +188,11 @@ class FakeWorker:
 def test_several_processes_are_compared_with_plain_ones_of_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeWorker.made.clear()
     monkeypatch.setattr(predict_measure, "WorkerProcess", FakeWorker)
-    monkeypatch.setattr(predict_measure, "record", lambda spec: Recorded(STEP, 1000))
+    monkeypatch.setattr(predict_measure, "record", lambda spec: Recorded(STEP, STEP, 1000))
     monkeypatch.setattr(predict_measure, "machine_facts", dict)
     told: list[str] = []
     result = predict(SMALL["byte-gpt"], ["recompute", "dtr"], "50%", 2, processes=3, done=told.append)
-    assert FakeWorker.made == {"plain": 3, "recompute": 3, "dtr": 3} and FakeWorker.together == 0
+    assert FakeWorker.made == {"plain": 9, "recompute": 3, "dtr": 3} and FakeWorker.together == 0
     recompute, dtr = result.rows
     assert (recompute.overhead, dtr.overhead) == (1.1, 1.2)
     assert (recompute.peak_bytes, recompute.counted_peak_bytes) == (43, 33)
@@ -200,12 +201,13 @@ def test_several_processes_are_compared_with_plain_ones_of_their_own_time(monkey
 
 
 class Tracing:
-    """A process that records three steps: of 100, 70 and 80 ns, and in the second one a collection of garbage."""
+    """A process that records two cold steps and three of 100, 70 and 80 ns, with a collection of garbage in the second
+    of these."""
 
     def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
         assert told.trace is not None
-        recording = Recording(Path(told.trace), SKIPPED_STEPS, TRACED_STEPS)
-        for number, (cost_ns, op_ns) in enumerate([(50, 5), (35, 900), (40, 7)]):
+        recording = Recording(Path(told.trace), steps=TRACED_STEPS)
+        for number, (cost_ns, op_ns) in enumerate([(400, 90), (30, 80), (50, 5), (35, 900), (40, 7)]):
             events = tuple(replace(event, cost_ns=cost_ns) if isinstance(event, Op) else event for event in STEP.events)
             own = Bookkeeping(op_ns=op_ns, save_ns=10 + number)
             write(replace(STEP, events=events, bookkeeping=own), recording.file(number))
@@ -226,8 +228,8 @@ class Tracing:
 def test_the_fastest_step_is_taken_and_what_delta_s_own_work_takes_as_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "WorkerProcess", Tracing)
     recorded = tracing.record(SMALL["byte-gpt"])
-    assert (recorded.trace.base_ns, recorded.process_bytes) == (70, 123)
-    assert recorded.trace.bookkeeping == Bookkeeping(op_ns=7, save_ns=11)
+    assert (recorded.trace.base_ns, recorded.first.base_ns, recorded.process_bytes) == (70, 800, 123)
+    assert recorded.trace.bookkeeping == Bookkeeping(op_ns=7, save_ns=13)
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -15,7 +15,7 @@ from simple_dtr import Dtr, Stuck
 from traces import encodings
 
 from delta.config import Policy
-from delta.errors import BudgetError
+from delta.errors import BudgetError, TraceError
 from delta.policies.loader import load
 from delta.simulate import ALLOCATORS, Run, Status, simulate, simulation
 from delta.simulate.allocator import Allocator
@@ -101,6 +101,16 @@ def test_a_chain_under_dtr_by_hand(cost):
     assert run.peak_bytes == 300
     assert run.decisions == 3 * 3  # in each of the three steps
     assert run.fragmentation == 0.0  # nothing was free whenever something had to go
+
+
+def test_the_first_step_goes_by_its_own_times():
+    """As above, but 0 takes 1,000 ns in a first step: 1 goes there, and nobody asks for it again; then 2, for 4."""
+    cold = replace(FOUR_AND_BACK, events=(make(0, ns=1000), *FOUR_AND_BACK.events[1:]))
+    run = simulate(FOUR_AND_BACK, load("dtr"), Bytes(300), first=cold)
+    assert (run.first_overhead, run.overhead, run.decisions) == (1.0, 160 / 150, 2 + 3 + 3)
+    other = replace(FOUR_AND_BACK, events=FOUR_AND_BACK.events[1:])
+    with pytest.raises(TraceError, match="it is another step, and may only differ in its times"):
+        simulate(FOUR_AND_BACK, load("dtr"), Bytes(300), first=other)
 
 
 def test_a_swap_over_the_link_by_hand():

@@ -66,12 +66,14 @@ class Player:
         self._own = FREE
         self._ways: bytes | None = None  # how the recorder takes the ops of forward
         self._told = 0  # of them so far
-        self._limit_ns = trace.base_ns
+        self._limit_ns = 0  # of replays: the step at hand takes as long without them
         self._saved_constants = {event.storage for event in trace.events if isinstance(event, Save)}
         self.fragmented: list[float] = []  # free share of the device, each time something had to go
 
-    def step(self) -> None:
-        """Play the trace once. Infeasible or Thrash where it cannot be done."""
+    def step(self, timed: Trace | None = None) -> None:
+        """Play the trace once, with the times of `timed` if that is given: the same step, as it went another time.
+
+        Infeasible or Thrash where it cannot be done."""
         planning = self.engine.planning
         while (task := planning.open_task) is not None:  # a device searches meanwhile; here it takes no time
             planning.search_ended(task, BESIDE[task.options.kind](task))
@@ -84,7 +86,9 @@ class Player:
         self.replay_ns = self.encoding_ns = self.bookkeeping_ns = 0
         own = self._own = self._trace.bookkeeping if not self.engine.may_only_watch else FREE
         self._ways, self._told = self.engine.learner.steady_ways() if own != FREE else None, 0
-        for position, event in enumerate(self._trace.events):
+        played = timed or self._trace
+        self._limit_ns = played.base_ns
+        for position, event in enumerate(played.events):
             self._poll()
             match event:
                 case Constant(storage, nbytes):

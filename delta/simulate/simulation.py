@@ -6,21 +6,21 @@ The first step is observed; the next ones run with what was learned, as on a rea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
 
 from delta.budget import Budget
 from delta.config import Policy
 from delta.engine import Engine
-from delta.errors import BudgetError, PolicyError
+from delta.errors import BudgetError, PolicyError, TraceError
 from delta.simulate.addresses import Addresses
 from delta.simulate.allocator import Allocator, Caching, Ideal, Slab
 from delta.simulate.checker import check
 from delta.simulate.machine import Machine
 from delta.simulate.player import Infeasible, Player, Thrash
 from delta.simulate.stopwatch import Stopwatch
-from delta.trace.events import Evictable, Op, Trace
+from delta.trace.events import Event, Evictable, Op, Save, Trace
 from delta.trace.summary import summary
 from delta.types import Action, Link
 from delta.units import Bytes, Share, format_bytes
@@ -99,11 +99,19 @@ def simulate(
     link: Link | None = None,
     allocator: str = "ideal",
     clock: Callable[[], int] = lambda: 0,
+    first: Trace | None = None,
 ) -> Run:
     """Play the trace. Without a link nothing is swapped. The schedule is checked (`checker`) before it is reported.
 
-    `clock`: a real one in ns, by which `decision_ns` is taken. Raises BudgetError for a budget that cannot hold.
+    `clock`: a real one in ns, by which `decision_ns` is taken. `first`: the same step as a training's first one, whose
+    ops run cold and take several times as long; what is evicted in the observed step hangs on that.
+    Raises BudgetError for a budget that cannot hold, and TraceError where `first` is another step.
     """
+    if first is not None and _untimed(first) != _untimed(trace):
+        raise TraceError(
+            f"trace {first.name} as the first step of {trace.name}: it is another step, and may only differ in its "
+            "times. Record both in one training, with steps= and the same shapes."
+        )
     nbytes = budget_bytes(trace, budget)
     everything = trace.evictable is Evictable.ALL
     machine = Machine(ALLOCATORS[allocator](nbytes if everything else _AMPLE_BYTES), link)
@@ -113,7 +121,7 @@ def simulate(
     engine = Engine(_fitting(policy, link), limit, link or NO_LINK, announced=everything, layout=layout)
     watched = Stopwatch(engine, clock)
     player = Player(trace, cast(Engine, watched), machine)
-    steps, status, why = _play(player)
+    steps, status, why = _play(player, first)
     check(machine.log, machine.nbytes, machine.allocator.capacity_bytes, link)
     peak_bytes = machine.peak_bytes if everything else engine.totals.peak_bytes
     if status is Status.OK and not everything and peak_bytes > nbytes:
@@ -127,7 +135,7 @@ def simulate(
         base_ns=trace.base_ns,
         total_ns=last.total_ns if last else None,
         overhead=last.total_ns / trace.base_ns if last else None,
-        first_overhead=steps[0].total_ns / trace.base_ns if steps else None,
+        first_overhead=steps[0].total_ns / (first or trace).base_ns if steps else None,
         status=status,
         peak_bytes=peak_bytes,
         swapped_bytes=last.swapped_bytes if last else 0,
@@ -164,12 +172,26 @@ class _Step:
     swapped_bytes: int
 
 
-def _play(player: Player) -> tuple[list[_Step], Status, str]:
+def _untimed(trace: Trace) -> list[Event]:
+    """What happens in a step, whatever it takes."""
+    return [_instant(event) for event in trace.events]
+
+
+def _instant(event: Event) -> Event:
+    match event:
+        case Op():
+            return replace(event, cost_ns=0)
+        case Save():
+            return replace(event, encode_ns=0, decode_ns=0)
+    return event
+
+
+def _play(player: Player, first: Trace | None) -> tuple[list[_Step], Status, str]:
     machine, steps = player.machine, list[_Step]()
-    for _ in range(STEPS):
+    for timed in (first, *[None] * (STEPS - 1)):
         began_ns, stall_ns, moved_bytes = machine.now_ns, machine.stall_ns, machine.moved_out_bytes
         try:
-            player.step()
+            player.step(timed)
         except Infeasible as error:
             return steps, Status.INFEASIBLE, str(error)
         except Thrash:
