@@ -100,9 +100,8 @@ class Ledger:
         if rec.saved_at < 0 <= order:
             rec.saved_at = order
             self.left_over -= rec.handles
-        before_bytes = rec.resident_bytes
         rec.handles += 1
-        self._account(rec, before_bytes)
+        self._account(rec)
         self.handles += 1
         if rec.saved_at < 0:
             self.left_over += 1
@@ -118,9 +117,8 @@ class Ledger:
         rec = self.records[record]
         if rec.handles < 1:
             raise LedgerError(f"record {record} has no handle to give up")
-        before_bytes = rec.resident_bytes
         rec.handles -= 1
-        self._account(rec, before_bytes)
+        self._account(rec)
         self.handles -= 1
         if rec.saved_at < 0:
             self.left_over -= 1
@@ -156,9 +154,8 @@ class Ledger:
         rec = self.records[record]
         if rec.held:
             raise LedgerError(f"record {record} is held already")
-        before_bytes = rec.resident_bytes
         rec.held = rec.alive = True
-        self._account(rec, before_bytes, peak=not soon)
+        self._account(rec, peak=not soon)
         self._put_last(record)
         self._discard_encoded(rec)
         self._went_or_came(rec)
@@ -175,9 +172,8 @@ class Ledger:
         if rec.host is Host.NONE and not self.recoverable(record) and self.needed(record):
             raise LedgerError(f"letting go of record {record} would lose its value")
         self._discard_encoded(rec)
-        before_bytes = rec.resident_bytes
         rec.held = rec.being_encoded = False
-        self._account(rec, before_bytes)
+        self._account(rec)
         self.held.pop(record, None)
         self._went_or_came(rec)
 
@@ -186,9 +182,8 @@ class Ledger:
         rec = self.records[record]
         if rec.held:
             raise LedgerError(f"record {record} is held and cannot be gone")
-        before_bytes = rec.resident_bytes
         rec.alive = False
-        self._account(rec, before_bytes)
+        self._account(rec)
         self._went_or_came(rec)
 
     def use(self, record: int, now_ns: int) -> None:
@@ -231,12 +226,10 @@ class Ledger:
             raise LedgerError(f"record {record} is not being encoded")
         if not 0 < nbytes <= rec.encoding.nbytes:
             raise LedgerError(f"record {record} takes {nbytes} bytes encoded, {rec.encoding.nbytes} were expected")
-        before_bytes = rec.resident_bytes
         rec.encoded_bytes = nbytes
-        self._account(rec, before_bytes)  # both are there for a moment
-        before_bytes = rec.resident_bytes
+        self._account(rec)  # both are there for a moment
         rec.held = rec.being_encoded = False
-        self._account(rec, before_bytes)
+        self._account(rec)
         del self.held[record]
 
     def stand_in(self, record: int) -> None:
@@ -246,9 +239,8 @@ class Ledger:
             raise LedgerError(f"record {record} has no stand-in")
         if rec.available or not rec.alive or not rec.handles:
             raise LedgerError(f"record {record} has to be let go of, alive and saved to be stood in for")
-        before_bytes = rec.resident_bytes
         rec.encoded_bytes = rec.encoding.nbytes
-        self._account(rec, before_bytes)
+        self._account(rec)
 
     def encode_failed(self, record: int) -> None:
         """The encoded form cannot be made: Delta has its reference still, or again, and will not try any more."""
@@ -264,16 +256,15 @@ class Ledger:
         rec = self.records[record]
         if not rec.held:
             raise LedgerError(f"record {record} is not held")
-        before_bytes = rec.resident_bytes
         rec.held = rec.alive = False
         rec.encoded_bytes = nbytes
-        self._account(rec, before_bytes, peak=False)
+        self._account(rec, peak=False)
         del self.held[record]
 
     def _discard_encoded(self, rec: Record) -> None:
         if rec.encoded_bytes:
-            self.resident_bytes -= rec.encoded_bytes
             rec.encoded_bytes = 0
+            self._account(rec)
 
     # -- the host copy --------------------------------------------------------------------------------------------
     def set_host(self, record: int, state: Host) -> None:
@@ -304,9 +295,8 @@ class Ledger:
         if rec.host is not Host.COMING:
             raise LedgerError(f"record {record} is not on its way back")
         rec.host = Host.WHOLE
-        before_bytes = rec.resident_bytes
         rec.held = rec.alive = False
-        self._account(rec, before_bytes)
+        self._account(rec)
         del self.held[record]
         self.touched.add(record)
 
@@ -490,12 +480,11 @@ class Ledger:
     def preserve(self, record: int) -> None:
         """The version a record stands for is about to live on in a clone of Delta's own, which counts."""
         rec = self.records[record]
-        before_bytes = rec.resident_bytes
         if rec.kind is Kind.PARAMETER:
             rec.kind = Kind.ACTIVATION
             self._count_unevicted(rec)
         rec.held = True
-        self._account(rec, before_bytes)
+        self._account(rec)
         self._discard_encoded(rec)
         self._put_last(record)
         self._went_or_came(rec)
@@ -519,6 +508,8 @@ class Ledger:
             if getattr(self, name) != value:
                 raise LedgerError(f"{name} is {getattr(self, name)}, the records say {value}")
         for rec in records:
+            if rec.accounted_bytes != rec.resident_bytes:
+                raise LedgerError(f"record {rec.id} counts {rec.accounted_bytes} bytes for {rec.resident_bytes}")
             if rec.held and not rec.alive:
                 raise LedgerError(f"record {rec.id} is held but not alive")
             if rec.host is Host.LEAVING and not rec.held:
@@ -560,10 +551,12 @@ class Ledger:
         return op is not None and op.replayable
 
     def _went_or_came(self, rec: Record) -> None:
-        self.moved.add(rec.id)
-        self.touched.add(rec.id)
-        self._look_for_dead_end(rec)
-        if not rec.available and (rec.handles or rec.id not in self._unread):
+        record = rec.id
+        self.moved.add(record)
+        self.touched.add(record)
+        if rec.users or self.dead_ends:
+            self._look_for_dead_end(rec)
+        if rec.op is not None and not rec.available and (rec.handles or record not in self._unread):
             self._may_be_read(rec)
 
     def _look_for_dead_end(self, rec: Record) -> None:
@@ -601,10 +594,11 @@ class Ledger:
         """What is resident now counts for the peak, and beside it what is handed out and not kept."""
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes + passing_bytes)
 
-    def _account(self, rec: Record, before_bytes: int, peak: bool = True) -> None:
-        """A record that added `before_bytes` to what is resident has changed."""
-        added_bytes = rec.resident_bytes - before_bytes
+    def _account(self, rec: Record, peak: bool = True) -> None:
+        """A record has changed, and what it adds to what is resident may have."""
+        added_bytes = rec.resident_bytes - rec.accounted_bytes
         if added_bytes:
+            rec.accounted_bytes += added_bytes
             self.resident_bytes += added_bytes
-            if peak and self.resident_bytes > self.peak_resident_bytes:
+            if peak and added_bytes > 0 and self.resident_bytes > self.peak_resident_bytes:
                 self.peak_resident_bytes = self.resident_bytes

@@ -41,6 +41,7 @@ class Record:
     encoding: Encoding | None = None  # the smaller form it can be kept in
     being_encoded: bool = False  # that form has been asked for; held until it is there
     encoded_bytes: int = 0  # of that form while it exists; never while the record is held
+    accounted_bytes: int = 0  # of it in the totals
 
     @property
     def counted(self) -> bool:

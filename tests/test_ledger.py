@@ -631,16 +631,22 @@ def handles_below_zero(ledger):
     ledger.unevicted_bytes += 1  # a record with any number of handles but 0 counts
 
 
+def miscounted(ledger):
+    ledger[0].accounted_bytes -= 1
+
+
 def lost(ledger):
     ledger[0].held = False
     ledger.held.pop(0)
     ledger.dead_ends.add(0)
+    miscounted(ledger)
     ledger.resident_bytes -= 1
 
 
 def dead_end_not_listed(ledger):
     ledger.dead_ends.clear()
     ledger[0].held = False
+    miscounted(ledger)
     ledger.resident_bytes -= 1
 
 
@@ -672,6 +678,7 @@ def wrong_output_count(ledger):
         (reader_not_listed, "op 100 reads a record that does not list it"),
         (pins_below_zero, "record 3 has 1 handles and -1 pins"),
         (handles_below_zero, "record 0 has -1 handles and 0 pins"),
+        (miscounted, "record 0 counts 0 bytes for 1"),
         (lost, "record 2 is saved, gone, and cannot be brought back"),
         (dead_end_not_listed, "the list of dead ends differs"),
         (dead_end_that_is_none, "the list of dead ends differs"),
