@@ -11,9 +11,11 @@ engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,9 @@ from delta.types import Link
 
 _NEVER_NS = 1e15  # the next use of what is not used again
 _SOON = 64  # copies back that are looked at together
+_SCENES = 20  # of a rehearsal are remembered, for others to go on from there
+# Attributes of a rehearsal that its scenes share; all others change from turn to turn.
+_GIVEN = frozenset({"table", "limit_bytes", "link", "guide", "at_most_ns", "_worth", "_leaves_after", "_in_ns", "_scenes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,16 @@ class Rehearsal:
     ) -> None:
         """`at_most_ns`: give up (Failed) when the step is longer by more. Without a link nothing is swapped."""
         count = table.count
-        self.table, self.limit_bytes, self.link, self.guide = table, limit_bytes, link, guide
+        self.table, self.limit_bytes, self.link = table, limit_bytes, link
+        self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
+        self._scenes: list[dict[str, Any]] = []
+        self._follow(guide)
         self.at_most_ns = min(at_most_ns, table.end_ns)
         self.replay_ns = self.stall_ns = 0
         self.now_ns = 0
         self.used_bytes = 0
+        self._owed: set[int] = set()  # out of reach and used again
+        self._owed_ns = 0  # what it takes to replay them, each op once: the least that is still to come
         self.replayed_ns: dict[int, int] = {}  # by storage: time of the replays that made it again
         self.waited_ns: dict[int, int] = {}  # by storage: time compute stood still for its copy back
         self.went: list[int] = []  # everything that went for want of room
@@ -83,15 +93,20 @@ class Rehearsal:
         self._may_go = np.zeros(count, bool)
         self._cost_ns = np.zeros(count)
         self._next_ns = np.full(count, _NEVER_NS)
-        self._worth = np.exp([guide.weights.get(v, 0.0) for v in range(count)]) / np.maximum(1, table.nbytes)
         self._going: deque[int] = deque()
         self._arriving: deque[int] = deque()
         self._out_free_ns = self._in_free_ns = 0
         self._away = Away()  # whole on the host and not here
         self._queue: list[tuple[float, float, int]] | None = None  # see `_latest_starts`; None: look again
+        self._short_since: float = inf  # the first turn in which room was short
+
+    def _follow(self, guide: Guide) -> None:
+        self.guide, table = guide, self.table
+        weights = np.zeros(table.count)
+        weights[list(guide.weights)] = list(guide.weights.values())
+        self._worth = np.exp(weights) / np.maximum(1, table.nbytes)
         self._leaves_after: dict[int, list[int]] = {}
-        self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
-        for storage in sorted(guide.swapped) if link is not None else ():
+        for storage in sorted(guide.swapped) if self.link is not None else ():
             self._leaves_after.setdefault(table.before_longest_rest(storage), []).append(storage)
 
     @property
@@ -100,8 +115,12 @@ class Rehearsal:
 
     def run(self) -> Rehearsal:
         """Failed where it cannot be done, or costs more than `at_most_ns`."""
-        for number, turn in enumerate(self.table.turns):
-            self._turn = number
+        turns = self.table.turns
+        every = -(-len(turns) // _SCENES)
+        for number in range(self._turn, len(turns)):
+            turn, self._turn = turns[number], number
+            if number % every == 0:
+                self._remember()
             self._poll()
             self._read(turn.reads)
             if turn.op is not None:
@@ -116,13 +135,49 @@ class Rehearsal:
             self._after_turn()
             for storage in turn.freed:
                 self._free(storage)
+        self._turn = len(turns)
+        self._remember()
         return self
+
+    def under(self, guide: Guide) -> Rehearsal:
+        """Another one under `guide`, at most as dear: up to some turn it goes as this one did, and it begins there."""
+        alike_to = self._alike_to(guide)
+        other = copy(self)
+        other._scenes = [scene for scene in self._scenes if scene["_turn"] <= alike_to]
+        vars(other).update(_copies(other._scenes.pop()))
+        other.at_most_ns = self.cost_ns
+        other._follow(guide)
+        return other
 
     def moves(self) -> dict[int, Moves]:
         """What the engine has to do in each turn for the same to happen."""
         parts = (self._victims, self._leaving, self._dropped, self._coming)
         turns = sorted({turn for part in parts for turn in part})
         return {turn: Moves(*(tuple(part.get(turn, ())) for part in parts)) for turn in turns}
+
+    # -- scenes -------------------------------------------------------------------------------------------------------
+    def _remember(self) -> None:
+        self._scenes.append(_copies({name: value for name, value in vars(self).items() if name not in _GIVEN}))
+
+    def _alike_to(self, guide: Guide) -> float:
+        """The first turn that may go differently under `guide`."""
+        mine, turns = self.guide, [inf]
+        if (mine.idle_weight, mine.both_sides, mine.patience) != (guide.idle_weight, guide.both_sides, guide.patience):
+            turns.append(self._short_since)
+        if mine.lead != guide.lead:
+            turns += self._leaving
+        turns += map(self.table.before_longest_rest, mine.swapped ^ guide.swapped)
+        for storage in mine.weights.keys() | guide.weights.keys():
+            change = guide.weights.get(storage, 0.0) - mine.weights.get(storage, 0.0)
+            if change > 0:
+                turns += self._went_in(storage)
+            elif change < 0 and self.table.evictable[storage]:
+                turns.append(max(self._short_since, self.table.made_in[storage]))
+        return min(turns)
+
+    def _went_in(self, storage: int) -> Iterable[int]:
+        """Turns in which the storage made room."""
+        return (turn for part in (self._victims, self._dropped) for turn, went in part.items() if storage in went)
 
     # -- a turn -------------------------------------------------------------------------------------------------------
     def _read(self, reads: tuple[int, ...]) -> None:
@@ -139,7 +194,10 @@ class Rehearsal:
             elif not self._there[read]:
                 self._fetch(read)
             self._wait_for(read)
-        if self.cost_ns > self.at_most_ns:
+        self._give_up_if_dear()
+
+    def _give_up_if_dear(self) -> None:
+        if self.replay_ns + self.stall_ns + self._owed_ns > self.at_most_ns:
             raise Failed
 
     def _after_turn(self) -> None:
@@ -171,6 +229,9 @@ class Rehearsal:
         if not self._in_reach[storage]:
             self._in_reach[storage] = True
             self._moved.append(storage)
+            if storage in self._owed:
+                self._owed.remove(storage)
+                self._owed_ns -= self.table.own_ns[storage]
         self._stale.add(storage)
         self._seat(storage)
 
@@ -193,6 +254,9 @@ class Rehearsal:
             return
         self._in_reach[storage] = False
         self._moved.append(storage)
+        if self._next_ns[storage] < _NEVER_NS:
+            self._owed.add(storage)
+            self._owed_ns += self.table.own_ns[storage]
         if self._away and self._wanted[storage]:
             self._need_what_it_is_made_of(storage)
 
@@ -232,6 +296,7 @@ class Rehearsal:
 
     def _first_to_go(self, after_ns: float | None = None) -> int | None:
         """Who goes first, among those next used later than `after_ns` if that is given."""
+        self._short_since = min(self._short_since, self._turn)
         self._count_costs()
         candidates = self._may_go if after_ns is None else self._may_go & (self._next_ns > after_ns)
         storages = np.flatnonzero(candidates)
@@ -351,12 +416,11 @@ class Rehearsal:
             self._wait_for(read)
         self.replay_ns += table.op_ns[op]
         self.now_ns += table.op_ns[op]
-        if self.cost_ns > self.at_most_ns:
-            raise Failed
         made = [storage for storage in table.op_makes[op] if self._exists[storage] and not self._in_reach[storage]]
         for storage in made:
             self._arrive(storage)
             self.replayed_ns[storage] = self.replayed_ns.get(storage, 0) + table.op_ns[op]
+        self._give_up_if_dear()
         return made
 
     def _is_left_over(self, storage: int) -> bool:
@@ -496,3 +560,7 @@ class Rehearsal:
                     if self._wanted[child]:
                         first_ns = min(first_ns, self._next_ns[child])
         return float(first_ns)
+
+
+def _copies(scene: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy(value) for name, value in scene.items()}
