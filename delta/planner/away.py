@@ -12,7 +12,7 @@ class Away:
         self._use_ns: dict[int, float] = {}
         self._in_order: list[tuple[float, int]] = []
 
-    def __copy__(self) -> Away:
+    def copy(self) -> Away:
         other = Away()
         other._use_ns, other._in_order = self._use_ns.copy(), self._in_order.copy()
         return other

@@ -11,7 +11,7 @@ engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from math import inf
@@ -21,14 +21,13 @@ import numpy as np
 
 from delta.planner.away import Away
 from delta.planner.steplog import Moves
-from delta.planner.timetable import Timetable
+from delta.planner.timetable import NEVER_NS, Timetable
 from delta.types import Link
 
-_NEVER_NS = 1e15  # the next use of what is not used again
 _SOON = 64  # copies back that are looked at together
 _SCENES = 20  # of a rehearsal are remembered, for others to go on from there
 # Attributes of a rehearsal that its scenes share; all others change from turn to turn.
-_GIVEN = frozenset({"table", "limit_bytes", "link", "guide", "at_most_ns", "_worth", "_leaves_after", "_in_ns", "_scenes"})
+_GIVEN = frozenset({"table", "limit_bytes", "link", "guide", "at_most_ns", "_worth", "_dearness", "_leaves_after", "_in_ns", "_scenes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,6 @@ class Rehearsal:
         self.table, self.limit_bytes, self.link = table, limit_bytes, link
         self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
         self._scenes: list[dict[str, Any]] = []
-        self._follow(guide)
         self.at_most_ns = min(at_most_ns, table.end_ns)
         self.replay_ns = self.stall_ns = 0
         self.now_ns = 0
@@ -79,32 +77,35 @@ class Rehearsal:
         self._dropped: dict[int, list[int]] = {}
         self._coming: dict[int, list[int]] = {}
         self._turn = 0
-        self._exists = [False] * count
-        self._wanted = [False] * count  # the program still refers to it
-        self._there = [False] * count
-        self._in_reach = [False] * count  # there, or whole on the host
-        self._on_host = [False] * count
-        self._moving = [False] * count
+        self._exists = bytearray(count)  # flags, which are copied in no time
+        self._wanted = bytearray(count)  # the program still refers to it
+        self._there = bytearray(count)
+        self._in_reach = bytearray(count)  # there, or whole on the host
+        self._on_host = bytearray(count)
+        self._moving = bytearray(count)
         self._ready_ns = [0] * count
         self._pins = [0] * count
-        self._uses_seen = [0] * count
         self._moved: list[int] = []  # got into reach or out of it since costs were last looked at
         self._stale: set[int] = set()
+        self._chain_ns: dict[int, int] = {}  # by op, what is known: its time and that of what it misses
         self._may_go = np.zeros(count, bool)
-        self._cost_ns = np.zeros(count)
-        self._next_ns = np.full(count, _NEVER_NS)
+        self._cost_ns = [0.0] * count
+        self._next_ns = np.full(count, NEVER_NS)
         self._going: deque[int] = deque()
         self._arriving: deque[int] = deque()
         self._out_free_ns = self._in_free_ns = 0
         self._away = Away()  # whole on the host and not here
         self._queue: list[tuple[float, float, int]] | None = None  # see `_latest_starts`; None: look again
         self._short_since: float = inf  # the first turn in which room was short
+        self._follow(guide)
 
     def _follow(self, guide: Guide) -> None:
         self.guide, table = guide, self.table
         weights = np.zeros(table.count)
         weights[list(guide.weights)] = list(guide.weights.values())
-        self._worth = np.exp(weights) / np.maximum(1, table.nbytes)
+        worth = np.exp(weights) / np.maximum(1, table.nbytes)
+        self._worth: list[float] = worth.tolist()
+        self._dearness = (np.array(self._cost_ns) + 1) * worth  # what the score is without the time to the next use
         self._leaves_after: dict[int, list[int]] = {}
         for storage in sorted(guide.swapped) if self.link is not None else ():
             self._leaves_after.setdefault(table.before_longest_rest(storage), []).append(storage)
@@ -115,24 +116,25 @@ class Rehearsal:
 
     def run(self) -> Rehearsal:
         """Failed where it cannot be done, or costs more than `at_most_ns`."""
-        turns = self.table.turns
+        turns, reads_next_ns, makes_next_ns = self.table.turns, self.table.reads_next_ns, self.table.makes_next_ns
         every = -(-len(turns) // _SCENES)
         for number in range(self._turn, len(turns)):
             turn, self._turn = turns[number], number
             if number % every == 0:
                 self._remember()
             self._poll()
-            self._read(turn.reads)
+            self._read(reads_next_ns[number])
             if turn.op is not None:
                 self._make_room(self.table.op_bytes[turn.op])
             self.now_ns += turn.end_ns - turn.start_ns
-            for made in self.table.op_makes[turn.op] if turn.op is not None else ():
+            for made, next_ns in makes_next_ns[number]:
                 self._exists[made] = self._wanted[made] = True
-                self._look_ahead(made)
+                self._next_ns[made] = next_ns
                 self._arrive(made)
             for read in turn.reads:
                 self._unpin(read)
-            self._after_turn()
+            if self.link is not None:
+                self._after_turn()
             for storage in turn.freed:
                 self._free(storage)
         self._turn = len(turns)
@@ -180,29 +182,35 @@ class Rehearsal:
         return (turn for part in (self._victims, self._dropped) for turn, went in part.items() if storage in went)
 
     # -- a turn -------------------------------------------------------------------------------------------------------
-    def _read(self, reads: tuple[int, ...]) -> None:
-        reads = tuple(sorted(reads, key=lambda read: not self._there[read]))
-        for read in reads:
-            self._pins[read] += 1
-            self._may_go[read] = False
-            self._look_ahead(read)
-            if not self._there[read] and self._on_host[read]:
+    def _read(self, reads: Sequence[tuple[int, float]]) -> None:
+        """`reads`: storages, and when each is used next after this turn."""
+        there, pins, may_go, next_uses_ns = self._there, self._pins, self._may_go, self._next_ns
+        all_there = all([there[read] for read, _ in reads])
+        if not all_there:
+            reads = sorted(reads, key=lambda each: not there[each[0]])
+        for read, next_ns in reads:
+            pins[read] += 1
+            may_go[read] = False
+            next_uses_ns[read] = next_ns
+            if not there[read] and self._on_host[read]:
                 self._fetch(read)
-        for read in reads:
+        if not all_there or self._arriving:
+            self._bring(reads)
+        self._give_up_if_dear()
+
+    def _bring(self, reads: Sequence[tuple[int, float]]) -> None:
+        for read, _ in reads:
             if not self._in_reach[read]:
                 self._replay(read)
             elif not self._there[read]:
                 self._fetch(read)
             self._wait_for(read)
-        self._give_up_if_dear()
 
     def _give_up_if_dear(self) -> None:
         if self.replay_ns + self.stall_ns + self._owed_ns > self.at_most_ns:
             raise Failed
 
     def _after_turn(self) -> None:
-        if self.link is None:
-            return
         self._poll()
         for storage in self._leaves_after.get(self._turn, ()):
             if self._there[storage] and not (self._on_host[storage] or self._moving[storage] or self._pins[storage]):
@@ -214,13 +222,6 @@ class Rehearsal:
         self._wanted[storage] = False
         if self._is_left_over(storage):
             self._bury(storage)
-
-    def _look_ahead(self, storage: int) -> None:
-        uses, seen = self.table.uses[storage], self._uses_seen[storage]
-        while seen < len(uses) and uses[seen] <= self._turn:
-            seen += 1
-        self._uses_seen[storage] = seen
-        self._next_ns[storage] = self.table.start_ns[uses[seen]] if seen < len(uses) else _NEVER_NS
 
     # -- what is where ------------------------------------------------------------------------------------------------
     def _arrive(self, storage: int) -> None:
@@ -237,13 +238,13 @@ class Rehearsal:
 
     def _seat(self, storage: int) -> None:
         """Whether the storage may go, from here on."""
-        self._may_go[storage] = (
-            self._there[storage]
-            and not self._pins[storage]
-            and not self._moving[storage]
-            and self.table.evictable[storage]
-            and (self.table.replayable[storage] or self._on_host[storage])
-        )
+        if self.table.evictable[storage]:
+            self._may_go[storage] = (
+                self._there[storage]
+                and not self._pins[storage]
+                and not self._moving[storage]
+                and (self.table.replayable[storage] or self._on_host[storage])
+            )
 
     def _depart(self, storage: int) -> None:
         self._there[storage] = self._may_go[storage] = False
@@ -254,7 +255,7 @@ class Rehearsal:
             return
         self._in_reach[storage] = False
         self._moved.append(storage)
-        if self._next_ns[storage] < _NEVER_NS:
+        if self._next_ns[storage] < NEVER_NS:
             self._owed.add(storage)
             self._owed_ns += self.table.own_ns[storage]
         if self._away and self._wanted[storage]:
@@ -299,25 +300,29 @@ class Rehearsal:
         self._short_since = min(self._short_since, self._turn)
         self._count_costs()
         candidates = self._may_go if after_ns is None else self._may_go & (self._next_ns > after_ns)
-        storages = np.flatnonzero(candidates)
+        storages = candidates.nonzero()[0]
         if not storages.size:
             return None
-        scores = (self._cost_ns[storages] + 1) * self._worth[storages]
+        scores = self._dearness.take(storages)
         if self.guide.idle_weight:
-            idle_ns = np.maximum(self._next_ns[storages] - self.table.start_ns[self._turn], 0) + 1
+            idle_ns = self._next_ns.take(storages) - (self.table.start_ns[self._turn] - 1)
             scores *= idle_ns**-self.guide.idle_weight
-        return int(storages[np.argmin(scores)])
+        return int(storages[scores.argmin()])
 
     def _count_costs(self) -> None:
         """Bring the costs of all that may go up to date."""
         if self._moved:
-            self._stale |= self._touched()
+            touched = self._touched()
+            self._stale |= touched
+            for storage in touched:
+                self._chain_ns.pop(self.table.maker[storage], None)
             self._moved.clear()
         may_go, there, evictable, later = self._may_go, self._there, self.table.evictable, set()
         for storage in self._stale:
             if evictable[storage] and there[storage]:
                 if may_go[storage]:
-                    self._cost_ns[storage] = self._replay_cost_ns(storage)
+                    cost_ns = self._cost_ns[storage] = self._replay_cost_ns(storage)
+                    self._dearness[storage] = (cost_ns + 1) * self._worth[storage]
                 else:
                     later.add(storage)
         self._stale = later
@@ -349,20 +354,29 @@ class Rehearsal:
     def _replay_cost_ns(self, storage: int) -> float:
         if self._on_host[storage]:
             return 0.05 * self._in_ns[storage]  # the copy back is mostly hidden, and takes room and the link
-        table, in_reach = self.table, self._in_reach
-        maker, op_reads, op_ns = table.maker, table.op_reads, table.op_ns
-        todo = [maker[storage]]
-        seen = set(todo)
-        total_ns = op_ns[todo[0]]
-        while todo:
-            for read in op_reads[todo.pop()]:
-                if not in_reach[read]:
-                    op = maker[read]
-                    if op not in seen:
-                        seen.add(op)
-                        todo.append(op)
-                        total_ns += op_ns[op]
+        total_ns = self._replay_chain_ns(self.table.maker[storage])
         return total_ns + self._below_ns(storage) if self.guide.both_sides else total_ns
+
+    def _replay_chain_ns(self, op: int) -> int:
+        """The time of an op and of all that it misses. Most ops miss what one other makes: its chain is theirs, too."""
+        known_ns, op_ns, chain = self._chain_ns, self.table.op_ns, []
+        while op not in known_ns:
+            missing = self._missing_below(op)
+            if len(missing) != 1:
+                known_ns[op] = sum([op_ns[below] for below in self._missing_ops(op)])
+                break
+            chain.append(op)
+            op = missing.pop()
+        total_ns = known_ns[op]
+        for op in reversed(chain):
+            total_ns += op_ns[op]
+            known_ns[op] = total_ns
+        return total_ns
+
+    def _missing_below(self, op: int) -> set[int]:
+        """The ops that make what an op misses."""
+        maker, in_reach = self.table.maker, self._in_reach
+        return {maker[read] for read in self.table.op_reads[op] if not in_reach[read]}
 
     def _below_ns(self, storage: int) -> int:
         table, seen, todo, total_ns = self.table, {storage}, [storage], 0
@@ -378,7 +392,7 @@ class Rehearsal:
     def _replay(self, target: int) -> None:
         """Depth first from the target, as `delta.descent` walks."""
         table = self.table
-        pending = self._missing_ops(target)
+        pending = self._missing_ops(table.maker[target])
         readers: dict[int, int] = {}
         for op in pending:
             for read in table.op_reads[op]:
@@ -436,15 +450,15 @@ class Rehearsal:
             self._pins[read] += 1
             self._may_go[read] = False
 
-    def _missing_ops(self, target: int) -> set[int]:
-        table, todo = self.table, [self.table.maker[target]]
-        missing = set(todo)
+    def _missing_ops(self, op: int) -> set[int]:
+        """All that have to run for an op to run, itself among them."""
+        missing, todo = {op}, [op]
+        maker, op_reads, in_reach = self.table.maker, self.table.op_reads, self._in_reach
         while todo:
-            for read in table.op_reads[todo.pop()]:
-                op = table.maker[read]
-                if not self._in_reach[read] and op not in missing:
-                    missing.add(op)
-                    todo.append(op)
+            for read in op_reads[todo.pop()]:
+                if not in_reach[read] and (below := maker[read]) not in missing:
+                    missing.add(below)
+                    todo.append(below)
         return missing
 
     # -- the link -----------------------------------------------------------------------------------------------------
@@ -528,7 +542,7 @@ class Rehearsal:
         """When each copy back has to begin at the latest, what is needed after it considered; when it is used; of what.
         The soonest, in the order of their uses."""
         queue, latest_ns = [], inf
-        waiting = (each for each in reversed(self._away.soonest(_SOON)) if each[0] < _NEVER_NS)
+        waiting = (each for each in reversed(self._away.soonest(_SOON)) if each[0] < NEVER_NS)
         for use_ns, storage in waiting:
             latest_ns = min(latest_ns, use_ns) - self._in_ns[storage]
             queue.append((latest_ns - (self.guide.lead - 1) * self._in_ns[storage], use_ns, storage))
@@ -563,4 +577,4 @@ class Rehearsal:
 
 
 def _copies(scene: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy(value) for name, value in scene.items()}
+    return {name: value.copy() if hasattr(value, "copy") else value for name, value in scene.items()}
