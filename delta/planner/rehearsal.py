@@ -48,6 +48,10 @@ class Guide:
     patience: float = 0.3
 
 
+# Ops that are replayed one after the other: their time, and a bit for each of them.
+_Chain = tuple[int, int]
+
+
 class Failed(Exception):
     """No way through under this guide, or none that is better than what is known."""
 
@@ -67,8 +71,8 @@ class Rehearsal:
         self.replay_ns = self.stall_ns = 0
         self.now_ns = 0
         self.used_bytes = 0
-        self._owed: set[int] = set()  # out of reach and used again
-        self._owed_ns = 0  # what it takes to replay them, each op once: the least that is still to come
+        self._owed: set[int] = set()  # ops that have to be replayed once more at least
+        self._owed_ns = 0
         self.replayed_ns: dict[int, int] = {}  # by storage: time of the replays that made it again
         self.waited_ns: dict[int, int] = {}  # by storage: time compute stood still for its copy back
         self.went: list[int] = []  # everything that went for want of room
@@ -87,7 +91,7 @@ class Rehearsal:
         self._pins = [0] * count
         self._moved: list[int] = []  # got into reach or out of it since costs were last looked at
         self._stale: set[int] = set()
-        self._chain_ns: dict[int, int] = {}  # by op, what is known: its time and that of what it misses
+        self._chains: dict[int, _Chain] = {}  # by op, as far as they are known
         self._may_go = np.zeros(count, bool)
         self._cost_ns = [0.0] * count
         self._next_ns = np.full(count, NEVER_NS)
@@ -207,6 +211,7 @@ class Rehearsal:
             self._wait_for(read)
 
     def _give_up_if_dear(self) -> None:
+        """What is out of reach and used again, and what its replay misses, costs that much at least."""
         if self.replay_ns + self.stall_ns + self._owed_ns > self.at_most_ns:
             raise Failed
 
@@ -230,9 +235,6 @@ class Rehearsal:
         if not self._in_reach[storage]:
             self._in_reach[storage] = True
             self._moved.append(storage)
-            if storage in self._owed:
-                self._owed.remove(storage)
-                self._owed_ns -= self.table.own_ns[storage]
         self._stale.add(storage)
         self._seat(storage)
 
@@ -255,11 +257,23 @@ class Rehearsal:
             return
         self._in_reach[storage] = False
         self._moved.append(storage)
-        if self._next_ns[storage] < NEVER_NS:
-            self._owed.add(storage)
-            self._owed_ns += self.table.own_ns[storage]
+        if self._next_ns[storage] < NEVER_NS or self._is_owed_for(storage):
+            self._owe(self.table.maker[storage])
         if self._away and self._wanted[storage]:
             self._need_what_it_is_made_of(storage)
+
+    def _is_owed_for(self, storage: int) -> bool:
+        """Whether something that has to be replayed reads the storage."""
+        maker, owed = self.table.maker, self._owed
+        return any(maker[child] in owed for child in self.table.children[storage])
+
+    def _owe(self, op: int) -> None:
+        owed, todo = self._owed, [op]
+        while todo:
+            if (op := todo.pop()) not in owed:
+                owed.add(op)
+                self._owed_ns += self.table.op_ns[op]
+                todo += self._missing_below(op)
 
     def _go(self, storage: int, moves: dict[int, list[int]]) -> None:
         """A storage goes for want of room."""
@@ -315,7 +329,7 @@ class Rehearsal:
             touched = self._touched()
             self._stale |= touched
             for storage in touched:
-                self._chain_ns.pop(self.table.maker[storage], None)
+                self._chains.pop(self.table.maker[storage], None)
             self._moved.clear()
         may_go, there, evictable, later = self._may_go, self._there, self.table.evictable, set()
         for storage in self._stale:
@@ -354,24 +368,21 @@ class Rehearsal:
     def _replay_cost_ns(self, storage: int) -> float:
         if self._on_host[storage]:
             return 0.05 * self._in_ns[storage]  # the copy back is mostly hidden, and takes room and the link
-        total_ns = self._replay_chain_ns(self.table.maker[storage])
+        maker = self.table.maker[storage]
+        total_ns = (self._chains.get(maker) or self._chain_of(maker))[0]
         return total_ns + self._below_ns(storage) if self.guide.both_sides else total_ns
 
-    def _replay_chain_ns(self, op: int) -> int:
-        """The time of an op and of all that it misses. Most ops miss what one other makes: its chain is theirs, too."""
-        known_ns, op_ns, chain = self._chain_ns, self.table.op_ns, []
-        while op not in known_ns:
-            missing = self._missing_below(op)
-            if len(missing) != 1:
-                known_ns[op] = sum([op_ns[below] for below in self._missing_ops(op)])
-                break
-            chain.append(op)
-            op = missing.pop()
-        total_ns = known_ns[op]
-        for op in reversed(chain):
-            total_ns += op_ns[op]
-            known_ns[op] = total_ns
-        return total_ns
+    def _chain_of(self, op: int) -> _Chain:
+        """An op and all that it misses. Found once, until something moves that matters to it."""
+        known, todo = self._chains, [op]
+        while todo:
+            below = self._missing_below(last := todo[-1])
+            if unknown := [each for each in below if each not in known]:
+                todo += unknown
+                continue
+            known[last] = _joined(last, self.table.op_ns, [known[each] for each in below])
+            todo.pop()
+        return known[op]
 
     def _missing_below(self, op: int) -> set[int]:
         """The ops that make what an op misses."""
@@ -434,6 +445,9 @@ class Rehearsal:
         for storage in made:
             self._arrive(storage)
             self.replayed_ns[storage] = self.replayed_ns.get(storage, 0) + table.op_ns[op]
+        if op in self._owed:
+            self._owed.remove(op)
+            self._owed_ns -= table.op_ns[op]
         self._give_up_if_dear()
         return made
 
@@ -578,3 +592,16 @@ class Rehearsal:
 
 def _copies(scene: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.copy() if hasattr(value, "copy") else value for name, value in scene.items()}
+
+
+def _joined(op: int, op_ns: Sequence[int], chains: list[_Chain]) -> _Chain:
+    """An op after chains, which may have ops in common: the longest is taken whole, and what others have beside it."""
+    total_ns, ops = max(chains, default=(0, 0))
+    for _, others in chains:
+        new = others & ~ops
+        ops |= new
+        while new:
+            last = new.bit_length() - 1
+            total_ns += op_ns[last]
+            new ^= 1 << last
+    return total_ns + op_ns[op], ops | 1 << op

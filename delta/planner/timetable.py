@@ -26,10 +26,6 @@ class Timetable:
         self.op_reads = [self._orders(graph, op.inputs) for op in graph.ops]
         self.op_makes = [self._orders(graph, op.outputs) for op in graph.ops]
         self.op_ns = [op.cost_ns for op in graph.ops]
-        self.own_ns = [0] * self.count  # by storage: its op's time, which counts for the first of those it makes
-        for makes, took_ns in zip(self.op_makes, self.op_ns, strict=True):
-            if makes:
-                self.own_ns[makes[0]] = took_ns
         self.op_bytes = [sum(self.nbytes[made] for made in makes) for makes in self.op_makes]
         self.replayable = [made >= 0 and graph.ops[made].replayable for made in self.maker]
         self.children: list[list[int]] = [[] for _ in saved]
