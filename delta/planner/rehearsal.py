@@ -596,7 +596,9 @@ def _copies(scene: Mapping[str, Any]) -> dict[str, Any]:
 
 def _joined(op: int, op_ns: Sequence[int], chains: list[_Chain]) -> _Chain:
     """An op after chains, which may have ops in common: the longest is taken whole, and what others have beside it."""
-    total_ns, ops = max(chains, default=(0, 0))
+    if not chains:
+        return op_ns[op], 1 << op
+    total_ns, ops = chains[0] if len(chains) == 1 else max(chains)
     for _, others in chains:
         new = others & ~ops
         ops |= new
