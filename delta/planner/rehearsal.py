@@ -27,7 +27,9 @@ from delta.types import Link
 _SOON = 64  # copies back that are looked at together
 _SCENES = 20  # of a rehearsal are remembered, for others to go on from there
 # Attributes of a rehearsal that its scenes share; all others change from turn to turn.
-_GIVEN = frozenset({"table", "limit_bytes", "link", "guide", "at_most_ns", "_worth", "_dearness", "_leaves_after", "_in_ns", "_scenes"})
+_GIVEN = frozenset(
+    {"table", "limit_bytes", "link", "guide", "at_most_ns", "_worth", "_dearness", "_leaves_after", "_in_ns", "_scenes"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class Rehearsal:
             turn, self._turn = turns[number], number
             if number % every == 0:
                 self._remember()
-            self._poll()
+            if self._going or self._arriving:
+                self._poll()
             self._read(reads_next_ns[number])
             if turn.op is not None:
                 self._make_room(self.table.op_bytes[turn.op])
@@ -216,7 +219,8 @@ class Rehearsal:
             raise Failed
 
     def _after_turn(self) -> None:
-        self._poll()
+        if self._going or self._arriving:
+            self._poll()
         for storage in self._leaves_after.get(self._turn, ()):
             if self._there[storage] and not (self._on_host[storage] or self._moving[storage] or self._pins[storage]):
                 self._leave(storage)
@@ -452,9 +456,8 @@ class Rehearsal:
         return made
 
     def _is_left_over(self, storage: int) -> bool:
-        return (
-            self._there[storage] and not self._wanted[storage] and not self._pins[storage] and not self._moving[storage]
-        )
+        used = self._wanted[storage] or self._pins[storage] or self._moving[storage]
+        return not used and self._there[storage] == 1
 
     def _enter(self, op: int, stack: list[int]) -> None:
         if op in stack or op < 0:
@@ -579,15 +582,16 @@ class Rehearsal:
 
     def _needed_ns(self, storage: int) -> float:
         """The next use of a storage that is away, by the program or by a replay of what is made out of it."""
-        first_ns, seen, todo = self._next_ns[storage], {storage}, [storage]
+        children, exists, in_reach, wanted = self.table.children, self._exists, self._in_reach, self._wanted
+        users, seen, todo = [storage], {storage}, [storage]
         while todo:
-            for child in self.table.children[todo.pop()]:
-                if child not in seen and self._exists[child] and not self._in_reach[child]:
+            for child in children[todo.pop()]:
+                if child not in seen and exists[child] and not in_reach[child]:
                     seen.add(child)
                     todo.append(child)
-                    if self._wanted[child]:
-                        first_ns = min(first_ns, self._next_ns[child])
-        return float(first_ns)
+                    if wanted[child]:
+                        users.append(child)
+        return float(self._next_ns[users].min())
 
 
 def _copies(scene: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,10 +44,10 @@ class Timetable:
         for turn in self.turns:
             needs_so_far.append(needs_so_far[-1] + len(turn.reads))
         self.backward = bisect_left(needs_so_far, graph.forward_needs, hi=len(self.turns) - 1)  # its first turn
-        makes = [self.op_makes[turn.op] if turn.op is not None else () for turn in self.turns]
+        results = [self.op_makes[turn.op] if turn.op is not None else () for turn in self.turns]
         # By turn: the storages that it reads or makes, and when each is used next after it.
         self.reads_next_ns = [self._with_next_use(turn.reads, number) for number, turn in enumerate(self.turns)]
-        self.makes_next_ns = [self._with_next_use(made, number) for number, made in enumerate(makes)]
+        self.makes_next_ns = [self._with_next_use(each, number) for number, each in enumerate(results)]
         self.end_ns = self.turns[-1].end_ns
 
     def before_longest_rest(self, storage: int) -> int:
