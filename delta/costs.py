@@ -86,14 +86,14 @@ class Chains:
 def closure_ns(ledger: Ledger, record: int, step: Callable[[int], Iterable[int]]) -> int:
     """Summed own costs of the evicted records that `step` leads to from `record`, itself left out. What only the
     program keeps alive counts as evicted: it will be gone when the value is asked for."""
-    seen, todo, total_ns = {record}, [record], 0
+    records, seen, todo = ledger.records, {record}, [record]
     while todo:
         for near in step(todo.pop()):
-            if near not in seen and not ledger[near].available:
+            if near not in seen and not records[near].available:
                 seen.add(near)
                 todo.append(near)
-                total_ns += own_ns(ledger, near)
-    return total_ns
+    seen.remove(record)
+    return sum([own_ns(ledger, each) for each in seen])
 
 
 class Closures:

@@ -215,6 +215,38 @@ def test_it_gives_up_when_it_is_dearer_than_is_known(tmp_path, planned):
     assert Rehearsal(table, 205, None, Guide(weights={0: 20.0}), at_most_ns=500).run().cost_ns == 500
 
 
+def test_one_that_goes_on_from_another_ends_as_one_from_the_start(tmp_path, planned):
+    draw, begun, ended = Random(5), 0, 0
+    for trace in nets(tmp_path):
+        planned.clear()
+        simulate(trace, DELTA, Share(0.5), LINKS[1])
+        if not planned:
+            continue
+        task = planned[0][0]
+        table = Timetable(task.graph, kept={})
+        first = Rehearsal(table, task.limit_bytes, task.link, Guide()).run()
+        for _ in range(100):
+            weights = {draw.randrange(table.count): draw.choice((-2.0, 2.0)) for _ in range(draw.randrange(3))}
+            swapped = frozenset(draw.choices(range(table.count), k=draw.randrange(3)))
+            guide = Guide(draw.choice((0.3, 0.3, 0.5)), draw.random() < 0.1, weights, swapped, draw.choice((1.5, 3.0)))
+            begun += 1
+            ended += same_end(first, Rehearsal(table, task.limit_bytes, task.link, guide, first.cost_ns), guide)
+    assert 20 < ended < begun
+
+
+def same_end(first: Rehearsal, alone: Rehearsal, guide: Guide) -> bool:
+    try:
+        alone.run()
+    except Failed:
+        with pytest.raises(Failed):
+            first.under(guide).run()
+        return False
+    onward = first.under(guide).run()
+    assert (onward.replay_ns, onward.stall_ns, onward.went) == (alone.replay_ns, alone.stall_ns, alone.went)
+    assert onward.moves() == alone.moves()
+    return True
+
+
 def test_it_gives_up_when_nothing_more_can_go(tmp_path, planned):
     table = tabled(two_ways(5, 500), tmp_path, planned, 215)
     with pytest.raises(Failed):

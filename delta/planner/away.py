@@ -12,6 +12,11 @@ class Away:
         self._use_ns: dict[int, float] = {}
         self._in_order: list[tuple[float, int]] = []
 
+    def copy(self) -> Away:
+        other = Away()
+        other._use_ns, other._in_order = self._use_ns.copy(), self._in_order.copy()
+        return other
+
     def __len__(self) -> int:
         return len(self._use_ns)
 

@@ -11,19 +11,25 @@ engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import numpy as np
 
 from delta.planner.away import Away
 from delta.planner.steplog import Moves
-from delta.planner.timetable import Timetable
+from delta.planner.timetable import NEVER_NS, Timetable
 from delta.types import Link
 
-_NEVER_NS = 1e15  # the next use of what is not used again
 _SOON = 64  # copies back that are looked at together
+_SCENES = 20  # of a rehearsal are remembered, for others to go on from there
+# Attributes of a rehearsal that its scenes share; all others change from turn to turn.
+_GIVEN = frozenset(
+    {"table", "limit_bytes", "link", "guide", "at_most_ns", "_worth", "_dearness", "_leaves_after", "_in_ns", "_scenes"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,10 @@ class Guide:
     patience: float = 0.3
 
 
+# Ops that are replayed one after the other: their time, and a bit for each of them.
+_Chain = tuple[int, int]
+
+
 class Failed(Exception):
     """No way through under this guide, or none that is better than what is known."""
 
@@ -56,11 +66,15 @@ class Rehearsal:
     ) -> None:
         """`at_most_ns`: give up (Failed) when the step is longer by more. Without a link nothing is swapped."""
         count = table.count
-        self.table, self.limit_bytes, self.link, self.guide = table, limit_bytes, link, guide
+        self.table, self.limit_bytes, self.link = table, limit_bytes, link
+        self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
+        self._scenes: list[dict[str, Any]] = []
         self.at_most_ns = min(at_most_ns, table.end_ns)
         self.replay_ns = self.stall_ns = 0
         self.now_ns = 0
         self.used_bytes = 0
+        self._owed: set[int] = set()  # ops that have to be replayed once more at least
+        self._owed_ns = 0
         self.replayed_ns: dict[int, int] = {}  # by storage: time of the replays that made it again
         self.waited_ns: dict[int, int] = {}  # by storage: time compute stood still for its copy back
         self.went: list[int] = []  # everything that went for want of room
@@ -69,29 +83,37 @@ class Rehearsal:
         self._dropped: dict[int, list[int]] = {}
         self._coming: dict[int, list[int]] = {}
         self._turn = 0
-        self._exists = [False] * count
-        self._wanted = [False] * count  # the program still refers to it
-        self._there = [False] * count
-        self._in_reach = [False] * count  # there, or whole on the host
-        self._on_host = [False] * count
-        self._moving = [False] * count
+        self._exists = bytearray(count)  # flags, which are copied in no time
+        self._wanted = bytearray(count)  # the program still refers to it
+        self._there = bytearray(count)
+        self._in_reach = bytearray(count)  # there, or whole on the host
+        self._on_host = bytearray(count)
+        self._moving = bytearray(count)
         self._ready_ns = [0] * count
         self._pins = [0] * count
-        self._uses_seen = [0] * count
         self._moved: list[int] = []  # got into reach or out of it since costs were last looked at
         self._stale: set[int] = set()
+        self._chains: dict[int, _Chain] = {}  # by op, as far as they are known
         self._may_go = np.zeros(count, bool)
-        self._cost_ns = np.zeros(count)
-        self._next_ns = np.full(count, _NEVER_NS)
-        self._worth = np.exp([guide.weights.get(v, 0.0) for v in range(count)]) / np.maximum(1, table.nbytes)
+        self._cost_ns = [0.0] * count
+        self._next_ns = np.full(count, NEVER_NS)
         self._going: deque[int] = deque()
         self._arriving: deque[int] = deque()
         self._out_free_ns = self._in_free_ns = 0
         self._away = Away()  # whole on the host and not here
         self._queue: list[tuple[float, float, int]] | None = None  # see `_latest_starts`; None: look again
+        self._short_since: float = inf  # the first turn in which room was short
+        self._follow(guide)
+
+    def _follow(self, guide: Guide) -> None:
+        self.guide, table = guide, self.table
+        weights = np.zeros(table.count)
+        weights[list(guide.weights)] = list(guide.weights.values())
+        worth = np.exp(weights) / np.maximum(1, table.nbytes)
+        self._worth: list[float] = worth.tolist()
+        self._dearness = (np.array(self._cost_ns) + 1) * worth  # what the score is without the time to the next use
         self._leaves_after: dict[int, list[int]] = {}
-        self._in_ns = [link.in_ns(n) if link is not None else 0 for n in table.nbytes]
-        for storage in sorted(guide.swapped) if link is not None else ():
+        for storage in sorted(guide.swapped) if self.link is not None else ():
             self._leaves_after.setdefault(table.before_longest_rest(storage), []).append(storage)
 
     @property
@@ -100,23 +122,41 @@ class Rehearsal:
 
     def run(self) -> Rehearsal:
         """Failed where it cannot be done, or costs more than `at_most_ns`."""
-        for number, turn in enumerate(self.table.turns):
-            self._turn = number
-            self._poll()
-            self._read(turn.reads)
+        turns, reads_next_ns, makes_next_ns = self.table.turns, self.table.reads_next_ns, self.table.makes_next_ns
+        every = -(-len(turns) // _SCENES)
+        for number in range(self._turn, len(turns)):
+            turn, self._turn = turns[number], number
+            if number % every == 0:
+                self._remember()
+            if self._going or self._arriving:
+                self._poll()
+            self._read(reads_next_ns[number])
             if turn.op is not None:
                 self._make_room(self.table.op_bytes[turn.op])
             self.now_ns += turn.end_ns - turn.start_ns
-            for made in self.table.op_makes[turn.op] if turn.op is not None else ():
+            for made, next_ns in makes_next_ns[number]:
                 self._exists[made] = self._wanted[made] = True
-                self._look_ahead(made)
+                self._next_ns[made] = next_ns
                 self._arrive(made)
             for read in turn.reads:
                 self._unpin(read)
-            self._after_turn()
+            if self.link is not None:
+                self._after_turn()
             for storage in turn.freed:
                 self._free(storage)
+        self._turn = len(turns)
+        self._remember()
         return self
+
+    def under(self, guide: Guide) -> Rehearsal:
+        """Another one under `guide`, at most as dear: up to some turn it goes as this one did, and it begins there."""
+        alike_to = self._alike_to(guide)
+        other = copy(self)
+        other._scenes = [scene for scene in self._scenes if scene["_turn"] <= alike_to]
+        vars(other).update(_copies(other._scenes.pop()))
+        other.at_most_ns = self.cost_ns
+        other._follow(guide)
+        return other
 
     def moves(self) -> dict[int, Moves]:
         """What the engine has to do in each turn for the same to happen."""
@@ -124,28 +164,63 @@ class Rehearsal:
         turns = sorted({turn for part in parts for turn in part})
         return {turn: Moves(*(tuple(part.get(turn, ())) for part in parts)) for turn in turns}
 
+    # -- scenes -------------------------------------------------------------------------------------------------------
+    def _remember(self) -> None:
+        self._scenes.append(_copies({name: value for name, value in vars(self).items() if name not in _GIVEN}))
+
+    def _alike_to(self, guide: Guide) -> float:
+        """The first turn that may go differently under `guide`."""
+        mine, turns = self.guide, [inf]
+        if (mine.idle_weight, mine.both_sides, mine.patience) != (guide.idle_weight, guide.both_sides, guide.patience):
+            turns.append(self._short_since)
+        if mine.lead != guide.lead:
+            turns += self._leaving
+        turns += map(self.table.before_longest_rest, mine.swapped ^ guide.swapped)
+        for storage in mine.weights.keys() | guide.weights.keys():
+            change = guide.weights.get(storage, 0.0) - mine.weights.get(storage, 0.0)
+            if change > 0:
+                turns += self._went_in(storage)
+            elif change < 0 and self.table.evictable[storage]:
+                turns.append(max(self._short_since, self.table.made_in[storage]))
+        return min(turns)
+
+    def _went_in(self, storage: int) -> Iterable[int]:
+        """Turns in which the storage made room."""
+        return (turn for part in (self._victims, self._dropped) for turn, went in part.items() if storage in went)
+
     # -- a turn -------------------------------------------------------------------------------------------------------
-    def _read(self, reads: tuple[int, ...]) -> None:
-        reads = tuple(sorted(reads, key=lambda read: not self._there[read]))
-        for read in reads:
-            self._pins[read] += 1
-            self._may_go[read] = False
-            self._look_ahead(read)
-            if not self._there[read] and self._on_host[read]:
+    def _read(self, reads: Sequence[tuple[int, float]]) -> None:
+        """`reads`: storages, and when each is used next after this turn."""
+        there, pins, may_go, next_uses_ns = self._there, self._pins, self._may_go, self._next_ns
+        all_there = all([there[read] for read, _ in reads])
+        if not all_there:
+            reads = sorted(reads, key=lambda each: not there[each[0]])
+        for read, next_ns in reads:
+            pins[read] += 1
+            may_go[read] = False
+            next_uses_ns[read] = next_ns
+            if not there[read] and self._on_host[read]:
                 self._fetch(read)
-        for read in reads:
+        if not all_there or self._arriving:
+            self._bring(reads)
+        self._give_up_if_dear()
+
+    def _bring(self, reads: Sequence[tuple[int, float]]) -> None:
+        for read, _ in reads:
             if not self._in_reach[read]:
                 self._replay(read)
             elif not self._there[read]:
                 self._fetch(read)
             self._wait_for(read)
-        if self.cost_ns > self.at_most_ns:
+
+    def _give_up_if_dear(self) -> None:
+        """What is out of reach and used again, and what its replay misses, costs that much at least."""
+        if self.replay_ns + self.stall_ns + self._owed_ns > self.at_most_ns:
             raise Failed
 
     def _after_turn(self) -> None:
-        if self.link is None:
-            return
-        self._poll()
+        if self._going or self._arriving:
+            self._poll()
         for storage in self._leaves_after.get(self._turn, ()):
             if self._there[storage] and not (self._on_host[storage] or self._moving[storage] or self._pins[storage]):
                 self._leave(storage)
@@ -156,13 +231,6 @@ class Rehearsal:
         self._wanted[storage] = False
         if self._is_left_over(storage):
             self._bury(storage)
-
-    def _look_ahead(self, storage: int) -> None:
-        uses, seen = self.table.uses[storage], self._uses_seen[storage]
-        while seen < len(uses) and uses[seen] <= self._turn:
-            seen += 1
-        self._uses_seen[storage] = seen
-        self._next_ns[storage] = self.table.start_ns[uses[seen]] if seen < len(uses) else _NEVER_NS
 
     # -- what is where ------------------------------------------------------------------------------------------------
     def _arrive(self, storage: int) -> None:
@@ -176,13 +244,13 @@ class Rehearsal:
 
     def _seat(self, storage: int) -> None:
         """Whether the storage may go, from here on."""
-        self._may_go[storage] = (
-            self._there[storage]
-            and not self._pins[storage]
-            and not self._moving[storage]
-            and self.table.evictable[storage]
-            and (self.table.replayable[storage] or self._on_host[storage])
-        )
+        if self.table.evictable[storage]:
+            self._may_go[storage] = (
+                self._there[storage]
+                and not self._pins[storage]
+                and not self._moving[storage]
+                and (self.table.replayable[storage] or self._on_host[storage])
+            )
 
     def _depart(self, storage: int) -> None:
         self._there[storage] = self._may_go[storage] = False
@@ -193,8 +261,23 @@ class Rehearsal:
             return
         self._in_reach[storage] = False
         self._moved.append(storage)
+        if self._next_ns[storage] < NEVER_NS or self._is_owed_for(storage):
+            self._owe(self.table.maker[storage])
         if self._away and self._wanted[storage]:
             self._need_what_it_is_made_of(storage)
+
+    def _is_owed_for(self, storage: int) -> bool:
+        """Whether something that has to be replayed reads the storage."""
+        maker, owed = self.table.maker, self._owed
+        return any(maker[child] in owed for child in self.table.children[storage])
+
+    def _owe(self, op: int) -> None:
+        owed, todo = self._owed, [op]
+        while todo:
+            if (op := todo.pop()) not in owed:
+                owed.add(op)
+                self._owed_ns += self.table.op_ns[op]
+                todo += self._missing_below(op)
 
     def _go(self, storage: int, moves: dict[int, list[int]]) -> None:
         """A storage goes for want of room."""
@@ -232,27 +315,32 @@ class Rehearsal:
 
     def _first_to_go(self, after_ns: float | None = None) -> int | None:
         """Who goes first, among those next used later than `after_ns` if that is given."""
+        self._short_since = min(self._short_since, self._turn)
         self._count_costs()
         candidates = self._may_go if after_ns is None else self._may_go & (self._next_ns > after_ns)
-        storages = np.flatnonzero(candidates)
+        storages = candidates.nonzero()[0]
         if not storages.size:
             return None
-        scores = (self._cost_ns[storages] + 1) * self._worth[storages]
+        scores = self._dearness.take(storages)
         if self.guide.idle_weight:
-            idle_ns = np.maximum(self._next_ns[storages] - self.table.start_ns[self._turn], 0) + 1
+            idle_ns = self._next_ns.take(storages) - (self.table.start_ns[self._turn] - 1)
             scores *= idle_ns**-self.guide.idle_weight
-        return int(storages[np.argmin(scores)])
+        return int(storages[scores.argmin()])
 
     def _count_costs(self) -> None:
         """Bring the costs of all that may go up to date."""
         if self._moved:
-            self._stale |= self._touched()
+            touched = self._touched()
+            self._stale |= touched
+            for storage in touched:
+                self._chains.pop(self.table.maker[storage], None)
             self._moved.clear()
         may_go, there, evictable, later = self._may_go, self._there, self.table.evictable, set()
         for storage in self._stale:
             if evictable[storage] and there[storage]:
                 if may_go[storage]:
-                    self._cost_ns[storage] = self._replay_cost_ns(storage)
+                    cost_ns = self._cost_ns[storage] = self._replay_cost_ns(storage)
+                    self._dearness[storage] = (cost_ns + 1) * self._worth[storage]
                 else:
                     later.add(storage)
         self._stale = later
@@ -284,20 +372,26 @@ class Rehearsal:
     def _replay_cost_ns(self, storage: int) -> float:
         if self._on_host[storage]:
             return 0.05 * self._in_ns[storage]  # the copy back is mostly hidden, and takes room and the link
-        table, in_reach = self.table, self._in_reach
-        maker, op_reads, op_ns = table.maker, table.op_reads, table.op_ns
-        todo = [maker[storage]]
-        seen = set(todo)
-        total_ns = op_ns[todo[0]]
-        while todo:
-            for read in op_reads[todo.pop()]:
-                if not in_reach[read]:
-                    op = maker[read]
-                    if op not in seen:
-                        seen.add(op)
-                        todo.append(op)
-                        total_ns += op_ns[op]
+        maker = self.table.maker[storage]
+        total_ns = (self._chains.get(maker) or self._chain_of(maker))[0]
         return total_ns + self._below_ns(storage) if self.guide.both_sides else total_ns
+
+    def _chain_of(self, op: int) -> _Chain:
+        """An op and all that it misses. Found once, until something moves that matters to it."""
+        known, todo = self._chains, [op]
+        while todo:
+            below = self._missing_below(last := todo[-1])
+            if unknown := [each for each in below if each not in known]:
+                todo += unknown
+                continue
+            known[last] = _joined(last, self.table.op_ns, [known[each] for each in below])
+            todo.pop()
+        return known[op]
+
+    def _missing_below(self, op: int) -> set[int]:
+        """The ops that make what an op misses."""
+        maker, in_reach = self.table.maker, self._in_reach
+        return {maker[read] for read in self.table.op_reads[op] if not in_reach[read]}
 
     def _below_ns(self, storage: int) -> int:
         table, seen, todo, total_ns = self.table, {storage}, [storage], 0
@@ -313,7 +407,7 @@ class Rehearsal:
     def _replay(self, target: int) -> None:
         """Depth first from the target, as `delta.descent` walks."""
         table = self.table
-        pending = self._missing_ops(target)
+        pending = self._missing_ops(table.maker[target])
         readers: dict[int, int] = {}
         for op in pending:
             for read in table.op_reads[op]:
@@ -351,18 +445,19 @@ class Rehearsal:
             self._wait_for(read)
         self.replay_ns += table.op_ns[op]
         self.now_ns += table.op_ns[op]
-        if self.cost_ns > self.at_most_ns:
-            raise Failed
         made = [storage for storage in table.op_makes[op] if self._exists[storage] and not self._in_reach[storage]]
         for storage in made:
             self._arrive(storage)
             self.replayed_ns[storage] = self.replayed_ns.get(storage, 0) + table.op_ns[op]
+        if op in self._owed:
+            self._owed.remove(op)
+            self._owed_ns -= table.op_ns[op]
+        self._give_up_if_dear()
         return made
 
     def _is_left_over(self, storage: int) -> bool:
-        return (
-            self._there[storage] and not self._wanted[storage] and not self._pins[storage] and not self._moving[storage]
-        )
+        used = self._wanted[storage] or self._pins[storage] or self._moving[storage]
+        return not used and self._there[storage] == 1
 
     def _enter(self, op: int, stack: list[int]) -> None:
         if op in stack or op < 0:
@@ -372,15 +467,15 @@ class Rehearsal:
             self._pins[read] += 1
             self._may_go[read] = False
 
-    def _missing_ops(self, target: int) -> set[int]:
-        table, todo = self.table, [self.table.maker[target]]
-        missing = set(todo)
+    def _missing_ops(self, op: int) -> set[int]:
+        """All that have to run for an op to run, itself among them."""
+        missing, todo = {op}, [op]
+        maker, op_reads, in_reach = self.table.maker, self.table.op_reads, self._in_reach
         while todo:
-            for read in table.op_reads[todo.pop()]:
-                op = table.maker[read]
-                if not self._in_reach[read] and op not in missing:
-                    missing.add(op)
-                    todo.append(op)
+            for read in op_reads[todo.pop()]:
+                if not in_reach[read] and (below := maker[read]) not in missing:
+                    missing.add(below)
+                    todo.append(below)
         return missing
 
     # -- the link -----------------------------------------------------------------------------------------------------
@@ -464,7 +559,7 @@ class Rehearsal:
         """When each copy back has to begin at the latest, what is needed after it considered; when it is used; of what.
         The soonest, in the order of their uses."""
         queue, latest_ns = [], inf
-        waiting = (each for each in reversed(self._away.soonest(_SOON)) if each[0] < _NEVER_NS)
+        waiting = (each for each in reversed(self._away.soonest(_SOON)) if each[0] < NEVER_NS)
         for use_ns, storage in waiting:
             latest_ns = min(latest_ns, use_ns) - self._in_ns[storage]
             queue.append((latest_ns - (self.guide.lead - 1) * self._in_ns[storage], use_ns, storage))
@@ -487,12 +582,32 @@ class Rehearsal:
 
     def _needed_ns(self, storage: int) -> float:
         """The next use of a storage that is away, by the program or by a replay of what is made out of it."""
-        first_ns, seen, todo = self._next_ns[storage], {storage}, [storage]
+        children, exists, in_reach, wanted = self.table.children, self._exists, self._in_reach, self._wanted
+        users, seen, todo = [storage], {storage}, [storage]
         while todo:
-            for child in self.table.children[todo.pop()]:
-                if child not in seen and self._exists[child] and not self._in_reach[child]:
+            for child in children[todo.pop()]:
+                if child not in seen and exists[child] and not in_reach[child]:
                     seen.add(child)
                     todo.append(child)
-                    if self._wanted[child]:
-                        first_ns = min(first_ns, self._next_ns[child])
-        return float(first_ns)
+                    if wanted[child]:
+                        users.append(child)
+        return float(self._next_ns[users].min())
+
+
+def _copies(scene: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.copy() if hasattr(value, "copy") else value for name, value in scene.items()}
+
+
+def _joined(op: int, op_ns: Sequence[int], chains: list[_Chain]) -> _Chain:
+    """An op after chains, which may have ops in common: the longest is taken whole, and what others have beside it."""
+    if not chains:
+        return op_ns[op], 1 << op
+    total_ns, ops = chains[0] if len(chains) == 1 else max(chains)
+    for _, others in chains:
+        new = others & ~ops
+        ops |= new
+        while new:
+            last = new.bit_length() - 1
+            total_ns += op_ns[last]
+            new ^= 1 << last
+    return total_ns + op_ns[op], ops | 1 << op

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import inf
 
 from delta.planner.foresight import foresee
 from delta.planner.rehearsal import Failed, Guide, Rehearsal
@@ -103,9 +102,10 @@ class _Search:
         return found
 
     def attempt(self, guide: Guide) -> None:
-        at_most_ns = inf if self.best is None else self.best.cost_ns
+        best = self.best
+        rehearsal = Rehearsal(self.table, self.limit_bytes, self.link, guide) if best is None else best.under(guide)
         try:
-            self.best = Rehearsal(self.table, self.limit_bytes, self.link, guide, at_most_ns).run()
+            self.best = rehearsal.run()
         except Failed:
             return
 

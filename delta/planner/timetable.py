@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from delta.planner.steplog import StepGraph
 from delta.types import Action
+
+NEVER_NS = 1e15  # the next use of what is not used again
 
 
 class Timetable:
@@ -42,6 +44,10 @@ class Timetable:
         for turn in self.turns:
             needs_so_far.append(needs_so_far[-1] + len(turn.reads))
         self.backward = bisect_left(needs_so_far, graph.forward_needs, hi=len(self.turns) - 1)  # its first turn
+        results = [self.op_makes[turn.op] if turn.op is not None else () for turn in self.turns]
+        # By turn: the storages that it reads or makes, and when each is used next after it.
+        self.reads_next_ns = [self._with_next_use(turn.reads, number) for number, turn in enumerate(self.turns)]
+        self.makes_next_ns = [self._with_next_use(each, number) for number, each in enumerate(results)]
         self.end_ns = self.turns[-1].end_ns
 
     def before_longest_rest(self, storage: int) -> int:
@@ -49,6 +55,14 @@ class Timetable:
         turns = [self.made_in[storage], *self.uses[storage]]
         rests = [(self.start_ns[until] - self.start_ns[since], -since) for since, until in pairwise(turns)]
         return -max(rests, default=(0, 0))[1]
+
+    def _with_next_use(self, storages: Iterable[int], turn: int) -> list[tuple[int, float]]:
+        return [(storage, self._next_use_ns(storage, turn)) for storage in storages]
+
+    def _next_use_ns(self, storage: int, turn: int) -> float:
+        uses = self.uses[storage]
+        later = bisect_right(uses, turn)
+        return self.start_ns[uses[later]] if later < len(uses) else NEVER_NS
 
     @staticmethod
     def _orders(graph: StepGraph, nodes: tuple[int, ...]) -> tuple[int, ...]:
