@@ -11,7 +11,7 @@ from math import inf
 from delta.config import Policy
 from delta.costs import Costs, LinkQueue
 from delta.director import Choice, Director, Prospect
-from delta.filter import COSTLESS, LINES, SCORES, Candidate, Victims
+from delta.filter import COSTLESS, LINES, SCORES, Candidate, Rested, Victims
 from delta.filter.neighbours import cheapest_neighbours
 from delta.layout import Area
 from delta.learner import Learner
@@ -42,6 +42,7 @@ class Candidates:
         self._stuck: set[int] = set()  # cannot be replayed after all
         self._passed: set[int] = set()  # would free nothing now
         self._used: set[int] = set()  # ... nor would these, while backward or the program uses them
+        self._rested: Rested | None = None
         self._victims = self._ranked()
 
     def new_step(self) -> None:
@@ -49,8 +50,7 @@ class Candidates:
         self._costs.clear()
         self.makers.clear()
         self._used.clear()
-        if self._victims is not None:
-            self._victims.clear()
+        self._look_anew()
 
     @property
     def host_full(self) -> bool:
@@ -60,8 +60,14 @@ class Candidates:
     @host_full.setter
     def host_full(self, full: bool) -> None:
         changed, self._host_full = full is not self._host_full, full
-        if changed and self._victims is not None:
-            self._victims.clear()
+        if changed:
+            self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Whatever is known of who goes first may be wrong."""
+        for known in (self._victims, self._rested):
+            if known is not None:
+                known.clear()
 
     def may_go(self, rec: Record) -> bool:
         return (
@@ -139,19 +145,27 @@ class Candidates:
 
     def _ranked(self) -> Victims | None:
         """The ranking, where what an eviction costs is settled by what the ledger tells. What a hidden swap costs is
-        not: it changes with the queue on the link, for all records at once, and each time they are looked at."""
+        not: replays alone are ranked, and those who rested longest stand for the swaps."""
         score, actions = self._policy.filter.score, set(self._policy.director.actions)
-        hidden_swaps = self.director.hidden_swap and Action.SWAP in actions and self._cost is Cost.ACTION
-        settled = not actions - {Action.KEEP, Action.SWAP, Action.RECOMPUTE} and (not hidden_swaps or score in COSTLESS)
-        if score not in LINES or not settled:
+        if score not in LINES or actions - {Action.KEEP, Action.SWAP, Action.RECOMPUTE}:
             return None
+        hidden_swaps = self.director.hidden_swap and Action.SWAP in actions and self._cost is Cost.ACTION
+        if hidden_swaps and score not in COSTLESS:
+            self._rested = Rested(self._ledger, self._may_be_swapped, self._next_use)
         return Victims(score, self._ledger, self._price_ns, self._next_use if score == "delta" else None)
 
     def _best(self, now_ns: int, room_bytes: float) -> Going | None:
         """The filter's first choice among all that may go; among equals the one used last."""
         if self._victims is None:
-            return self._look_at_all(now_ns, room_bytes)
+            return self._first_of(self._ledger.held, now_ns, room_bytes)
         self._costs.settle()
+        if self._rested is not None:
+            if self._next_use.plan is not None and self._policy.filter.score != "delta":
+                return self._first_of(self._ledger.held, now_ns, room_bytes)  # rests by the clock, swaps by the plan
+            held, finalists = self._ledger.held, set(self._rested.first())
+            if (replayed := self._victims.first(now_ns)) is not None:
+                finalists.add(replayed.id)
+            return self._first_of(sorted(finalists, key=held.__getitem__), now_ns, room_bytes)
         rec = self._victims.first(now_ns)
         if rec is None:
             return None
@@ -160,9 +174,10 @@ class Candidates:
         choice = self._choice(rec, now_ns, room_bytes)
         return (choice, rec) if choice is not None else None
 
-    def _look_at_all(self, now_ns: int, room_bytes: float) -> Going | None:
+    def _first_of(self, records: Iterable[int], now_ns: int, room_bytes: float) -> Going | None:
+        """The filter's first choice among `records`, which are in the order of their last uses."""
         best_score, best = inf, None
-        for record in self._ledger.held:
+        for record in records:
             rec = self._ledger[record]
             judged = self._judge(rec, now_ns, room_bytes)
             if judged is not None and judged[0] <= best_score:
@@ -181,19 +196,30 @@ class Candidates:
         return self._score(Candidate(rec.id, freed_bytes, cost_ns, now_ns - rec.used_ns, until_use_ns)), choice
 
     def _price_ns(self, rec: Record) -> int | None:
-        """What the score counts as the cost of evicting a record; None where it has to stay."""
-        if not self.may_go(rec):
-            return None
-        op_name, module = self.makers.get(rec.id, ("", ""))
-        swappable = rec.host is Host.WHOLE or not self.host_full
-        if not self.director.may_evict(op_name, module, self._replayable(rec), swappable):
+        """What the score counts as the cost of evicting a record, by a replay where swaps are hidden; None where it has
+        to stay."""
+        possible = self._possible(rec)
+        if not possible or (self._rested is not None and Action.RECOMPUTE not in possible):
             return None
         if self._policy.filter.score in COSTLESS:
             return 0
         if self._cost is not Cost.ACTION:
             return self._costs.of(self._cost, rec.id)
+        if self._rested is not None:
+            return self._costs.chain_ns(rec.id)
         choice = self._choice(rec, rec.used_ns, 0)  # no action that is ranked costs more or less with time
         return choice.cost_ns if choice is not None else None
+
+    def _may_be_swapped(self, rec: Record) -> bool:
+        return Action.SWAP in self._possible(rec)
+
+    def _possible(self, rec: Record) -> list[Action]:
+        """The ways in which a record may go now."""
+        if not self.may_go(rec):
+            return []
+        op_name, module = self.makers.get(rec.id, ("", ""))
+        swappable = rec.host is Host.WHOLE or not self.host_full
+        return self.director.possible(op_name, module, self._replayable(rec), swappable)
 
     def _replayable(self, rec: Record) -> bool:
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None

@@ -70,11 +70,14 @@ class Director:
             options, key=lambda option: option.cost_ns / max(1, prospect.nbytes - option.stays_bytes), default=None
         )
 
-    def may_evict(self, op: str, module: str, replayable: bool, swappable: bool) -> bool:
-        """Whether `choose` would find an action for such a record."""
-        if self.ruled(op, module) is Action.KEEP:
-            return False
-        return (replayable and Action.RECOMPUTE in self.actions) or (swappable and Action.SWAP in self.actions)
+    def possible(self, op: str, module: str, replayable: bool, swappable: bool) -> list[Action]:
+        """What `choose` would choose from for such a record, encoded forms aside."""
+        wanted = self.ruled(op, module)
+        if wanted is Action.KEEP:
+            return []
+        able = ((Action.RECOMPUTE, replayable), (Action.SWAP, swappable))
+        actions = [action for action, is_able in able if is_able and action in self.actions]
+        return [wanted] if wanted in actions else actions
 
     def _options(self, prospect: Prospect, queue: LinkQueue) -> list[Choice]:
         options = []

@@ -24,6 +24,7 @@ KINDS = [
     ("dtr", "neighbourhood", "recompute"),
     ("msps", "ancestors", "recompute"),
     ("delta", "action", "recompute"),
+    ("delta", "action", "swap, recompute"),
     ("delta-paper", "action", "recompute"),
     ("size-staleness", "own", "recompute"),
     ("lru", "own", "recompute"),
