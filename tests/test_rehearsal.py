@@ -39,7 +39,7 @@ def nets(tmp_path):
 @pytest.fixture(autouse=True)
 def a_short_search(monkeypatch):
     """What holds for a plan holds after a few tries."""
-    monkeypatch.setattr("delta.planner.search.MOST", 40)
+    monkeypatch.setattr("delta.planner.search.CHANGES", 40)
 
 
 @pytest.fixture
@@ -271,14 +271,14 @@ def test_the_engine_knows_of_every_copy_that_has_ended_when_the_next_ones_begin(
     ended, prefetch = [], Engine.prefetch
     play = Player.step
 
-    def watched(player):
+    def watched(player, timed):
         def checked(now_ns):
             ended.append([each for each in (*player._going.values(), *player._coming.values()) if each <= now_ns])
             return prefetch(player.engine, now_ns)
 
         with monkeypatch.context() as patch:
             patch.setattr(player.engine, "prefetch", checked)
-            play(player)
+            play(player, timed)
 
     monkeypatch.setattr(Player, "step", watched)
     for trace in nets(tmp_path):

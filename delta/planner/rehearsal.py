@@ -25,6 +25,7 @@ from delta.planner.timetable import NEVER_NS, Timetable
 from delta.types import Link
 
 _SOON = 64  # copies back that are looked at together
+_DEAR = 3  # turns: what a replay takes, and finding who goes
 _SCENES = 20  # of a rehearsal are remembered, for others to go on from there
 # Attributes of a rehearsal that its scenes share; all others change from turn to turn.
 _GIVEN = frozenset(
@@ -73,6 +74,7 @@ class Rehearsal:
         self.replay_ns = self.stall_ns = 0
         self.now_ns = 0
         self.used_bytes = 0
+        self._replays = 0
         self._owed: set[int] = set()  # ops that have to be replayed once more at least
         self._owed_ns = 0
         self.replayed_ns: dict[int, int] = {}  # by storage: time of the replays that made it again
@@ -102,6 +104,7 @@ class Rehearsal:
         self._out_free_ns = self._in_free_ns = 0
         self._away = Away()  # whole on the host and not here
         self._queue: list[tuple[float, float, int]] | None = None  # see `_latest_starts`; None: look again
+        self._due_ns: float | None = None  # of the first in it
         self._short_since: float = inf  # the first turn in which room was short
         self._follow(guide)
 
@@ -119,6 +122,11 @@ class Rehearsal:
     @property
     def cost_ns(self) -> int:
         return self.replay_ns + self.stall_ns
+
+    @property
+    def effort(self) -> int:
+        """What it took to play so far, in turns."""
+        return self._turn + _DEAR * (self._replays + len(self.went))
 
     def run(self) -> Rehearsal:
         """Failed where it cannot be done, or costs more than `at_most_ns`."""
@@ -257,7 +265,7 @@ class Rehearsal:
         self.used_bytes -= self.table.nbytes[storage]
         if self._on_host[storage]:
             self._away.set(storage, self._needed_ns(storage))
-            self._queue = None
+            self._queue = self._due_ns = None
             return
         self._in_reach[storage] = False
         self._moved.append(storage)
@@ -443,6 +451,7 @@ class Rehearsal:
         self._make_room(table.op_bytes[op])
         for read in table.op_reads[op]:
             self._wait_for(read)
+        self._replays += 1
         self.replay_ns += table.op_ns[op]
         self.now_ns += table.op_ns[op]
         made = [storage for storage in table.op_makes[op] if self._exists[storage] and not self._in_reach[storage]]
@@ -494,7 +503,7 @@ class Rehearsal:
 
     def _come_back(self, storage: int) -> None:
         self._away.remove(storage)
-        self._queue = None
+        self._queue = self._due_ns = None
         self._moving[storage] = True
         self._in_free_ns = max(self.now_ns, self._in_free_ns) + self._in_ns[storage]
         self._ready_ns[storage] = self._in_free_ns
@@ -535,15 +544,19 @@ class Rehearsal:
 
     def _prefetch(self) -> None:
         """Begin the copies back that are due, the one used first before the others; what is used later makes room."""
+        now_ns = self.table.turns[self._turn].end_ns + max(0, self._in_free_ns - self.now_ns)
+        if self._due_ns is None:
+            self._due_ns = self._first_start_ns()
+        if self._due_ns > now_ns:
+            return
         if self._queue is None:
             self._queue = self._latest_starts()
-        now_ns = self.table.turns[self._turn].end_ns + max(0, self._in_free_ns - self.now_ns)
         for due_ns, use_ns, storage in self._queue:
             if due_ns > now_ns:
                 return
             if (later_ns := self._needed_ns(storage)) > use_ns:  # what would have read it sooner is there again
                 self._away.set(storage, later_ns)
-                self._queue = None
+                self._queue = self._due_ns = None
                 continue
             nbytes = self.table.nbytes[storage]
             while self.used_bytes + nbytes > self.limit_bytes:
@@ -554,6 +567,18 @@ class Rehearsal:
             self._coming.setdefault(self._turn, []).append(storage)
             self._come_back(storage)
             now_ns += self._in_ns[storage]
+
+    def _first_start_ns(self) -> float:
+        """When the first copy back has to begin at the latest: see `_latest_starts`."""
+        in_ns, copied_ns, latest_ns = self._in_ns, 0, inf
+        waiting = self._away.soonest(_SOON)
+        for use_ns, storage in waiting:
+            if use_ns >= NEVER_NS:
+                break
+            copied_ns += in_ns[storage]
+            if use_ns - copied_ns < latest_ns:
+                latest_ns = use_ns - copied_ns
+        return latest_ns - (self.guide.lead - 1) * in_ns[waiting[0][1]]
 
     def _latest_starts(self) -> list[tuple[float, float, int]]:
         """When each copy back has to begin at the latest, what is needed after it considered; when it is used; of what.
@@ -578,7 +603,7 @@ class Rehearsal:
                     todo.append(read)
                 elif self._away.is_used_after(read, use_ns):
                     self._away.set(read, use_ns)
-                    self._queue = None
+                    self._queue = self._due_ns = None
 
     def _needed_ns(self, storage: int) -> float:
         """The next use of a storage that is away, by the program or by a replay of what is made out of it."""

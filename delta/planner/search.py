@@ -25,9 +25,8 @@ LEADS = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0)
 PATIENCES = (0.0, 0.15, 0.3, 0.6, 1.0)
 NUDGES = (0.5, 1.0, 2.0, 4.0)
 WORTH_KEEPING = 3.0
-# Rehearsals of a long step take longer: their number times that of the turns, and the most and the fewest of them in a
-# run of changes. A step that has time for the most gets so many runs.
-EFFORT, MOST, FEWEST, RUNS = 120_000, 300, 12, 3
+# Changes to the best guide are tried in runs of so many, each from the same beginning, until this effort is spent.
+RUNS, CHANGES, EFFORT = 3, 300, 200_000
 
 
 def rehearse(task: Task, choices: Iterable[Sequence[Action]] = ()) -> Plan:
@@ -73,6 +72,7 @@ class _Search:
         self.best: Rehearsal | None = None
         self._held_over = task.graph.held_over
         self._random = random.Random(0)
+        self._spent = 0
 
     def try_choices(self, choices: Iterable[Sequence[Action]]) -> None:
         for actions in choices:
@@ -89,12 +89,11 @@ class _Search:
             for both_sides in (False, True):
                 self.attempt(Guide(idle_weight, both_sides))
         self._try_swaps()
-        rehearsals = max(FEWEST, min(MOST, EFFORT // len(self.table.turns)))
         begun, found = self.best, self.best
-        for _ in range(RUNS if rehearsals == MOST else 1):
+        for _ in range(RUNS):
             self.best = begun
-            for _ in range(rehearsals):
-                if self.best is None or not self.best.cost_ns:
+            for _ in range(CHANGES):
+                if self.best is None or not self.best.cost_ns or self._spent > EFFORT:
                     break
                 self.attempt(self._changed(self.best))
             if self.best is not None and found is not None and self.best.cost_ns < found.cost_ns:
@@ -102,12 +101,18 @@ class _Search:
         return found
 
     def attempt(self, guide: Guide) -> None:
+        """Rehearse under a guide, and remember it if it is the best so far. Once the effort is spent, only if there is
+        none yet."""
         best = self.best
+        if best is not None and self._spent > EFFORT:
+            return
         rehearsal = Rehearsal(self.table, self.limit_bytes, self.link, guide) if best is None else best.under(guide)
+        before = rehearsal.effort
         try:
             self.best = rehearsal.run()
         except Failed:
-            return
+            pass
+        self._spent += rehearsal.effort - before
 
     def _try_swaps(self) -> None:
         """Copy out what took the most replay time for its bytes, as much as the link can carry in forward."""
