@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from delta.planner.foresight import foresee
@@ -108,10 +109,8 @@ class _Search:
             return
         rehearsal = Rehearsal(self.table, self.limit_bytes, self.link, guide) if best is None else best.under(guide)
         before = rehearsal.effort
-        try:
+        with suppress(Failed):
             self.best = rehearsal.run()
-        except Failed:
-            pass
         self._spent += rehearsal.effort - before
 
     def _try_swaps(self) -> None:
