@@ -15,7 +15,7 @@ from delta.planner.task import Feedback, Planner, Task
 from delta.types import Action
 
 # The integer program may take this long where it guides a search.
-BRIEF_S = 2.0
+BRIEF_S = 1.0
 # Beside the training it goes on for this long, or until its plan is this close to the best one.
 ASIDE = {"time_limit_s": 20.0, "gap": 0.01}
 
