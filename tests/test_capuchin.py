@@ -100,6 +100,12 @@ def test_the_largest_free_time_is_swapped_first():
     assert capuchin(a_task(chain(), 200)).actions == (SWAP, SWAP, KEEP, KEEP)
 
 
+def test_the_only_need_of_a_step_may_be_that_of_a_swapped_storage():
+    """No need comes before it, so its copy back begins when it is asked for."""
+    graph = chain(costs_ns=(50,))
+    assert capuchin(a_task(graph, 0)).actions == (SWAP,)
+
+
 def test_without_free_time_the_smaller_of_wait_and_recomputation_is_taken():
     """A copy takes 10,000 ns: nothing is hidden. The cheapest lineage per byte goes first, and lineages grow."""
     slow = Link(1e7, 1e7)

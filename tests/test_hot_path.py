@@ -47,5 +47,6 @@ def test_an_eviction_is_of_one_storage() -> None:
 def test_the_table_of_decisions() -> None:
     head, *rows = lines([20, 30], evictions=1)
     assert head.split()[-2:] == ["20", "30"]
-    assert [tuple(row.split()[:3]) for row in rows] == KINDS
-    assert all(float(cell) > 0 for row in rows for cell in row.split()[3:])
+    assert [tuple(row[:15].split() + row[15:30].split()) for row in rows] == [kind[:2] for kind in KINDS]
+    assert all(row[30:].startswith(kind[2]) for row, kind in zip(rows, KINDS, strict=True))
+    assert all(float(cell) > 0 for row in rows for cell in row.split()[-2:])

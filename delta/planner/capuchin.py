@@ -175,8 +175,8 @@ class _Choice:
         self.lanes.book(booking)
         self.swapped[gap] = booking
         gone = max(gap.first, self.moments.gone_by(booking.out_ns + booking.out_took_ns))
-        back = self.moments.needs[self.moments.trigger(gap, booking.in_ns) + 1]
-        free(self.resident, gone, min(gap.back, back), self.moments.nbytes(gap.order))
+        back = self.moments.needs[min(self.moments.trigger(gap, booking.in_ns) + 1, gap.until)]
+        free(self.resident, gone, back, self.moments.nbytes(gap.order))
 
     def _drop(self, gap: Gap) -> None:
         self.dropped[gap] = None

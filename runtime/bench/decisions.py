@@ -107,7 +107,7 @@ def eviction_ns(live: int, kind: tuple[str, str, str], evictions: int) -> float:
 
 def lines(sizes: Sequence[int], evictions: int) -> Iterator[str]:
     """The table, a line at a time: microseconds, a column for each number of live storages."""
-    yield f"{'us for each eviction':42}" + "".join(f"{size:>10,}" for size in sizes)
+    yield f"{'us for each eviction':46}" + "".join(f"{size:>10,}" for size in sizes)
     for kind in KINDS:
         times_us = (eviction_ns(live, kind, evictions) / 1e3 for live in sizes)
-        yield "{:15}{:15}{:12}".format(*kind) + "".join(f"{time_us:>10.1f}" for time_us in times_us)
+        yield "{:15}{:15}{:16}".format(*kind) + "".join(f"{time_us:>10.1f}" for time_us in times_us)
