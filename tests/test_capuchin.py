@@ -102,10 +102,10 @@ def test_the_largest_free_time_is_swapped_first():
 
 def test_the_only_need_of_a_step_may_be_that_of_a_swapped_storage():
     """No need comes before it, so its copy back begins when it is asked for."""
-    ops = [an_op(10, [0], [1]), an_op(11, [1], [2])]
-    saves, releases = [(1, 100, 1), (2, 200, 2)], [(0, 1), (1, 1)]
-    log = a_log(ops, dict.fromkeys(range(3), 100), saves, [(0, 1000)], releases, 2000, kinds={0: Kind.SOURCE})
-    assert capuchin(a_task(build_graph(log, 0), 100)).actions == (SWAP, KEEP)
+    ops, nbytes = [an_op(10 + k, [k], [k + 1]) for k in range(4)], dict.fromkeys(range(5), 100)
+    saves, releases = [(k + 1, 100 * (k + 1), k + 1) for k in range(4)], [(k, 1) for k in range(4)]
+    log = a_log(ops, nbytes, saves, [(0, 1000)], releases, 2000, kinds={0: Kind.SOURCE})
+    assert capuchin(a_task(build_graph(log, 0), 300)).actions == (SWAP, KEEP, KEEP, KEEP)
 
 
 def test_without_free_time_the_smaller_of_wait_and_recomputation_is_taken():
