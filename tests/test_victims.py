@@ -295,6 +295,21 @@ def test_sizes_that_count_as_one_are_less_than_a_sixteenth_apart():
     assert first()[0] == 0
 
 
+def test_a_step_that_never_ends_is_not_remembered_whole(monkeypatch):
+    monkeypatch.setattr(rested, "_FEW", 3)
+    ledger = a_ledger([100] * 4)
+    for record in range(4):
+        ledger.hold(record)
+    rested_longest = rested.Rested(ledger, lambda rec: True, NextUse(SimpleNamespace(plan=None)))
+    for now_ns in range(1, 200):
+        ledger.use(1 + now_ns % 3, now_ns)  # never record 0, which stays first
+        assert list(rested_longest.first()) == [0]
+        ledger.touched.clear()
+        assert sum(map(len, rested_longest._heaps.values())) <= 2 * 4 + 3
+    ledger.use(0, 1000)
+    assert list(rested_longest.first()) == [2]
+
+
 def test_a_rule_against_a_swap_does_not_hide_the_next_in_rest():
     """Op a is used before op b, of the same size; a may only be replayed, which takes long."""
     policy = a_policy("delta", "action", actions=("swap", "recompute")).model_copy(

@@ -9,13 +9,14 @@ enough to look at, and a model has few sizes, however many storages it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from delta.ledger import Ledger
 from delta.nextuse import NextUse
 from delta.record import Host, Record
 
 SIGNIFICANT_BITS = 5  # of a size: what is less than a sixteenth apart may count as one, so there are never many
+_FEW = 64  # seats that were left, which are not worth being forgotten
 
 _Kind = tuple[int, bool, bool]
 """Size; whether it is on the host already, so that it has to come back only; whether its next use is known."""
@@ -35,6 +36,7 @@ class Rested:
         """Everything may have changed."""
         self._seats: dict[int, tuple[_Kind, _Seat]] = {}
         self._heaps: dict[_Kind, list[_Seat]] = {}  # also of seats that were left since
+        self._taken = 0  # seats in the heaps
         self._plan = self._next_use.plan
         self._ledger.touched.update(self._ledger.held)
 
@@ -44,9 +46,12 @@ class Rested:
             self.clear()
         for record in self._ledger.touched:
             self._seat(record)
+        if self._taken > 2 * len(self._seats) + _FEW:
+            self._forget_left()
         for kind, heap in list(self._heaps.items()):
             while heap and self._seats.get(heap[0][2]) != (kind, heap[0]):
                 heappop(heap)
+                self._taken -= 1
             if heap:
                 yield heap[0][2]
             else:
@@ -64,6 +69,16 @@ class Rested:
         if self._seats.get(record) != seated:
             self._seats[record] = seated
             heappush(self._heaps.setdefault(kind, []), seated[1])
+            self._taken += 1
+
+    def _forget_left(self) -> None:
+        """Else a step that never ends would be remembered whole."""
+        self._heaps = {}
+        for kind, seat in self._seats.values():
+            self._heaps.setdefault(kind, []).append(seat)
+        for heap in self._heaps.values():
+            heapify(heap)
+        self._taken = len(self._seats)
 
 
 def _rounded(nbytes: int) -> int:
