@@ -49,13 +49,20 @@ class Rested:
         if self._taken > 2 * len(self._seats) + _FEW:
             self._forget_left()
         for kind, heap in list(self._heaps.items()):
-            while heap and self._seats.get(heap[0][2]) != (kind, heap[0]):
+            while heap and not self._is_seated(kind, heap[0]):
                 heappop(heap)
                 self._taken -= 1
             if heap:
                 yield heap[0][2]
             else:
                 del self._heaps[kind]
+
+    def _is_seated(self, kind: _Kind, seat: _Seat) -> bool:
+        """Whether the record sits there still. What was forgotten went without a word."""
+        record = seat[2]
+        if record not in self._ledger.held:
+            self._seats.pop(record, None)
+        return self._seats.get(record) == (kind, seat)
 
     def _seat(self, record: int) -> None:
         rec = self._ledger.records.get(record)
