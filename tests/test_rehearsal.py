@@ -284,3 +284,24 @@ def test_the_engine_knows_of_every_copy_that_has_ended_when_the_next_ones_begin(
     for trace in nets(tmp_path):
         simulate(trace, DELTA, Share(0.5), LINKS[1])
     assert len(ended) > 100 and not any(ended)
+
+
+def test_a_search_ends_when_its_effort_is_spent(planned, tmp_path, monkeypatch):
+    """Then nothing is rehearsed any more but for want of a plan; a step of any length is given no more than that."""
+    played, run = [], Rehearsal.run
+
+    def noted(rehearsal):
+        before = rehearsal.effort
+        try:
+            return run(rehearsal)
+        finally:
+            played.append(rehearsal.effort - before)
+
+    simulate(nets(tmp_path)[0], DELTA, Share(0.5), LINKS[1])
+    task, _ = planned[0]
+    monkeypatch.setattr(Rehearsal, "run", noted)
+    for effort in (0, 2000):
+        monkeypatch.setattr("delta.planner.search.EFFORT", effort)
+        played.clear()
+        assert rehearse(task).moves
+        assert sum(played[:-1]) <= effort < sum(played)

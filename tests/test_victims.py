@@ -323,3 +323,17 @@ def test_a_rule_against_a_swap_does_not_hide_the_next_in_rest():
         engine.op_ran(OpInfo(record, name, (), (record,), 10**9, True), record)
         engine.saved(record, 100, record)
     assert engine.make_place(1, 10) == [SwapOut(1, True)]
+
+
+def test_by_another_score_than_delta_a_plan_does_not_tell_who_rests():
+    """Two of one size, used at 1 and 2: the one that is used next first has been idle longest, which `dtr` goes by."""
+    ledger = a_ledger([100, 100])
+    for record in (0, 1):
+        ledger.save(record, record)
+        ledger.hold(record)
+        ledger.use(record, 1 + record)
+    plan = SimpleNamespace(next_needs=((1,), (2,)), need_ns=(0, 10**6, 2 * 10**6))
+    learner = SimpleNamespace(plan=plan, position=0)
+    policy = a_policy("dtr", "action", actions=("swap",))
+    _, first = Candidates(policy, ledger, LinkQueue(Link(1e9, 1e9)), learner).first(1000, 0, False)
+    assert first.id == 0
