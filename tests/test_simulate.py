@@ -447,12 +447,12 @@ def test_delta_s_own_work_takes_its_time():
     online = load("recompute", overrides={"filter.min_bytes": 0, "planner.kind": "none"})
     run = watched_run(masks, online, Bytes(260), None, "ideal")
     assert run.recomputed_ns == 10 + 11
-    # A replay is taken for a need, and an eviction for a release.
-    assert run.bookkeeping_ns == 4 * (1 + 300 + 4_000 + 50_000) + 2 * (4_000 + 50_000)
+    # A replay is taken for a need and an op that is recorded, and an eviction for a release.
+    assert run.bookkeeping_ns == 4 * (1 + 300 + 4_000 + 50_000) + 2 * (4_000 + 1 + 50_000)
     assert run.total_ns == run.base_ns + run.recomputed_ns + run.bookkeeping_ns
     planned = watched_run(masks, load("recompute", overrides={"filter.min_bytes": 0}), Bytes(260), None, "ideal")
     assert planned.recomputed_ns < 20, "one replay"
-    assert planned.bookkeeping_ns == run.bookkeeping_ns - 54_000 + 3 * (20 - 1), "what is not replayed needs no recipe"
+    assert planned.bookkeeping_ns == run.bookkeeping_ns - 54_001 + 3 * (20 - 1), "what is not replayed needs no recipe"
 
 
 def test_a_step_that_fits_costs_nothing():

@@ -303,7 +303,7 @@ class Player:
         machine.run(op.cost_ns, op.inputs, tuple(twins.get(record, record) for record in op.outputs))
         for twin in twins.values():
             machine.free(twin)
-        self._pause(self._own.need_ns)  # a replay is looked after much as a need is
+        self._pause(self._own.need_ns + self._own.op_ns)  # looked after as a need is, put together as an op is recorded
         engine.lost(op.cost_ns)
         self.replay_ns += op.cost_ns
         if self.replay_ns > self._limit_ns:
