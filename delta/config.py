@@ -216,6 +216,15 @@ class PrefetchConfig(_Model):
     )
 
 
+class BackwardConfig(_Model):
+    """How the program's backward runs."""
+
+    split_convolutions: bool = Field(
+        default=False,
+        description="compute a convolution's weight gradient before its input's, and let go of the input in between",
+    )
+
+
 class HostConfig(_Model):
     """Where swapped storages are kept."""
 
@@ -273,6 +282,7 @@ class Policy(_Model):
     planner: PlannerConfig = PlannerConfig()
     replay: ReplayConfig = ReplayConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
+    backward: BackwardConfig = BackwardConfig()
     host: HostConfig = HostConfig()
     budget: BudgetConfig = BudgetConfig()
     rules: tuple[Rule, ...] = Field(default=(), description="exceptions, the first one that matches counts")

@@ -242,6 +242,14 @@ class Core:
         self._records[ref.key] = record
         return ref
 
+    def emptied(self, record: int) -> None:
+        """The storage has no bytes any more, though a tensor is still on it."""
+        with self:
+            slot = self.slots.get(record)
+            if slot is not None and slot.ref is not None:
+                self.untrack(slot.ref)
+            self.run(self.engine.storage_gone(record))
+
     def untrack(self, ref: StorageRef) -> None:
         """The storage is of no record any more."""
         if self._records.get(ref.key) == ref.record:

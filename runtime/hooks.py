@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from delta.errors import StorageModifiedError
+from delta.errors import DeltaError, StorageModifiedError
 from delta.learner import ANY_LOOK
+from delta.runtime.split import may_split, split
 from delta.runtime.versions import counter_of, over, without_graph
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
@@ -23,6 +24,9 @@ from delta.types import Look
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
+
+
+_DONE = -1  # in place of the record, in a handle that was let go of before its death
 
 
 class Passed:
@@ -47,8 +51,14 @@ class Handle:
         self.counter = counter
         self.version = version
 
+    def done(self) -> None:
+        """Backward is done with it, though it still lives. Nobody may ask for it again."""
+        record, self.record = self.record, _DONE
+        self.core.handle_died(record)
+
     def __del__(self) -> None:
-        self.core.handle_died(self.record)
+        if self.record != _DONE:
+            self.core.handle_died(self.record)
 
 
 class Hooks:
@@ -56,6 +66,9 @@ class Hooks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        policy = core.engine.policy
+        self._splits = policy.backward.split_convolutions
+        self._min_bytes = policy.filter.min_bytes
 
     def pack(self, tensor: Tensor) -> Handle | Watched | Passed:
         core = self._core
@@ -104,6 +117,12 @@ class Hooks:
                 return _unchanged(packed.tensor, packed.version)
             packed = packed.taken
         assert type(packed) is Handle
+        if packed.record == _DONE:
+            raise DeltaError(
+                f"a saved tensor of {list(packed.view.size)} was let go of within the backward of its convolution, and "
+                "is asked for again: that backward failed, or a hook of its node asks. Run forward again, or set "
+                "backward.split_convolutions to false in the policy."
+            )
         if packed.counter._version != packed.version:
             raise _modified(packed.view.dtype, packed.view.size, packed.counter._version, packed.version)
         core = packed.core
@@ -111,7 +130,10 @@ class Hooks:
         with core.entered():
             storage = core.fetch(packed.record)
         core.raise_warnings()
-        return over(packed.counter, packed.view.over(storage))
+        tensor = over(packed.counter, packed.view.over(storage))
+        if self._splits and storage.nbytes() >= self._min_bytes and may_split():
+            split(packed, tensor)
+        return tensor
 
     def _wanted(self, tensor: Tensor) -> bool:
         if not is_plain(tensor) or tensor.device != self._core.device.torch_device or not tensor.numel():

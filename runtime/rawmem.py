@@ -51,16 +51,16 @@ def tensor_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def sole_owner(storage: torch.UntypedStorage) -> bool:
-    """Whether no tensor and no other storage handle shares this memory, and freeing it is up to torch's own
-    allocator.
+def sole_owner(storage: torch.UntypedStorage, tensors: int = 0) -> bool:
+    """Whether no tensor, but for so many, and no other storage handle shares this memory, and freeing it is up to
+    torch's own allocator.
 
     The use count is 1 for a storage that only its Python handle holds; each tensor adds one. Several names for one
     handle cannot be told apart, and memory that torch only borrowed (numpy, mmap, DLPack) is recognised by being not
     resizable.
     """
-    alone: int = torch._C._storage_Use_Count(storage._cdata)
-    return alone == 1 and storage.resizable() and not storage.is_shared()
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users == 1 + tensors and storage.resizable() and not storage.is_shared()
 
 
 class ResidentMeter:

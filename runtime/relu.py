@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import FrameType
 
-import torch
 from torch import Tensor
 
+from delta.runtime.asker import asks_alone
 from delta.runtime.codecs import Codec, Signs
 
 _OPS = ("aten.relu", "aten.relu_")
@@ -29,16 +27,5 @@ def stand_in_for(tensor: Tensor, made_by: Sequence[str]) -> Codec | None:
 
 
 def relu_asks() -> bool:
-    """Whether the saved tensor that is being unpacked is read by the backward of a ReLU and by nobody else.
-
-    Not by another node; nor by a hook of that node or by the program, which read `grad_fn._saved_result` in a frame of
-    their own; nor where the backward is itself differentiated, since it saves what it has read; nor under a dispatch
-    mode of the program's, which sees what the formula reads.
-    """
-    node = torch._C._current_autograd_node()
-    if node is None or node.name() != _NODE or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("delta.runtime."):
-        frame = frame.f_back
-    return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+    """Whether the saved tensor that is being unpacked is read by the backward of a ReLU and by nobody else."""
+    return asks_alone(_NODE)

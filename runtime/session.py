@@ -42,9 +42,10 @@ from delta.units import Bytes, Share, parse_size
 
 SAMPLE_S = 0.05
 # The part of a copy's time that compute loses to it. On a CPU device I/O threads share cores, page tables and memory
-# bandwidth with the ops: beside copies out an op with a thread on each core lost as much time as they took, beside
-# copies back two to five times that. A copy engine takes next to nothing.
+# bandwidth with the ops: a step with a thread on each core lost as much time as the copies took, one that leaves a core
+# to them half of that. A copy engine takes next to nothing.
 INTERFERENCE = {"cpu": 1.0, "chaos": 0.3, "cuda": 0.02}
+SPARE_CORE_INTERFERENCE = 0.5
 # What torch.func answers to hooks asks the user to report it to PyTorch; it says nothing of Delta.
 _HOOKS_REFUSED = (
     "delta.evict works through saved-tensor hooks, under which torch.func.{grad, vjp, jacrev, hessian} do not run: use "
@@ -299,8 +300,10 @@ def _link(device: Device, budget: Budget) -> Link:
 
 
 def _measured(device: Device) -> Link:
-    speed = device.bandwidth()
-    return Link(speed.out_bytes_per_s, speed.in_bytes_per_s, INTERFERENCE[device.kind])
+    speed, interference = device.bandwidth(), INTERFERENCE[device.kind]
+    if device.kind == "cpu" and torch.get_num_threads() < len(os.sched_getaffinity(0)):
+        interference = SPARE_CORE_INTERFERENCE
+    return Link(speed.out_bytes_per_s, speed.in_bytes_per_s, interference)
 
 
 def _device_of(model: nn.Module | None) -> torch.device | None:

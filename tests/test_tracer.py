@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import weakref
@@ -526,3 +527,17 @@ def test_deltactl_trace_refuses_options_before_the_script_runs(options: list[str
     done = deltactl(tmp_path, options, steps=1, code=0)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("deltactl: ") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("threads", "share"), [("one", 0.5), ("all", 1.0)])
+def test_copies_take_less_from_compute_where_a_core_is_left_to_them(
+    threads: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if threads == "one" else 2)
+    path = tmp_path / "step.jsonl"
+    with delta.evict(trace=path, device="cpu"):
+        torch.randn(8, 8, requires_grad=True).exp().sum().backward()
+    link = read(path).link
+    assert link is not None
+    assert link.interference == share

@@ -159,9 +159,9 @@ class Device(Protocol):
         """
         ...
 
-    def release(self, storage: torch.UntypedStorage) -> None:
-        """The mechanism is about to drop its last own reference. Nothing happens if a tensor or another handle shares
-        the storage.
+    def release(self, storage: torch.UntypedStorage, tensors: int = 0) -> None:
+        """The mechanism is about to drop its last own reference. Nothing happens if another handle shares the storage,
+        or tensors beside those counted in `tensors`, whose bytes nobody will read.
         """
         ...
 

@@ -120,8 +120,9 @@ class ChaosDevice:
         self._book.free(block)
         self._let_some_end()
 
-    def release(self, storage: torch.UntypedStorage) -> None:
-        if sole_owner(storage):  # before anything else can end: a copy out that was not waited for must go wrong
+    def release(self, storage: torch.UntypedStorage, tensors: int = 0) -> None:
+        # Before anything else can end: a copy out that was not waited for must go wrong.
+        if sole_owner(storage, tensors):
             as_bytes(storage).fill_(POISON)
         self._let_some_end()
 

@@ -99,12 +99,12 @@ class CpuDevice:
     def free(self, block: HostBlock) -> None:
         self._lane.free(block)
 
-    def release(self, storage: torch.UntypedStorage) -> None:
+    def release(self, storage: torch.UntypedStorage, tensors: int = 0) -> None:
         """Under a budget of resident bytes, return the storage's pages now instead of hoping for the heap to shrink.
 
         Without one the allocator may keep them: reusing warm pages is three times faster than faulting in new ones.
         """
-        if self._budget_bytes is None or storage.nbytes() < _MIN_DROP_BYTES or not sole_owner(storage):
+        if self._budget_bytes is None or storage.nbytes() < _MIN_DROP_BYTES or not sole_owner(storage, tensors):
             return
         if torch.cuda.is_initialized() and storage.is_pinned():  # a card has these pages' addresses
             return

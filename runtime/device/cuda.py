@@ -163,7 +163,7 @@ class CudaDevice:
             self._book.free(block)
         self._reap()
 
-    def release(self, storage: torch.UntypedStorage) -> None:
+    def release(self, storage: torch.UntypedStorage, tensors: int = 0) -> None:
         """Nothing to do: the caching allocator takes the memory back in stream order."""
 
     def bandwidth(self) -> Bandwidth:
