@@ -52,9 +52,10 @@ class Handle:
         self.version = version
 
     def done(self) -> None:
-        """Backward is done with it, though it still lives. Nobody may ask for it again."""
+        """Backward is done with it, though it still lives, and what that lets go of has gone. Nobody may ask again."""
         record, self.record = self.record, _DONE
-        self.core.handle_died(record)
+        with self.core.entered():
+            self.core.handle_died(record)
 
     def __del__(self) -> None:
         if self.record != _DONE:

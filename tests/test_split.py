@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, cast
@@ -343,6 +344,32 @@ def test_only_a_policy_that_says_so_splits(emptied: list[int]) -> None:
     assert emptied == []
     assert delta.load_policy("monet").backward.split_convolutions
     assert not delta.load_policy("delta").backward.split_convolutions
+
+
+def test_it_waits_for_whoever_is_in_the_core(monkeypatch: pytest.MonkeyPatch, emptied: list[int]) -> None:
+    """The daemon takes samples: a handle that dies meanwhile leaves a note, one that is done with has to be gone."""
+    original = split._Split._let_go
+
+    def let_go(mode: Any, value: Tensor) -> None:
+        core, inside, leaves = mode._handle.core, threading.Event(), threading.Timer(0.05, lambda: None)
+
+        def stay() -> None:
+            with core.entered():
+                inside.set()
+                leaves.join()
+
+        other = threading.Thread(target=stay)
+        leaves.start()
+        other.start()
+        inside.wait()
+        original(mode, value)
+        other.join()
+
+    monkeypatch.setattr(split._Split, "_let_go", let_go)
+    model = Net()
+    with delta.evict(model, activations="0%", policy=policy(), device="cpu"):
+        model(picture()).mean().backward()
+    assert len(emptied) == 2
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------
