@@ -65,6 +65,21 @@ def state_of(*modules: nn.Module) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (*gradients, *kept)]
 
 
+def trained(
+    model: nn.Module, loss_of: Callable[[], Tensor], backward: Callable[[Tensor], None] = Tensor.backward
+) -> list[Tensor]:
+    """Losses, gradients and parameters of some steps; `loss_of` makes the loss of each."""
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for _ in range(STEPS):
+        loss = loss_of()
+        backward(loss)
+        found += [loss.detach(), *state_of(model)]
+        optimiser.step()
+        optimiser.zero_grad()
+    return found
+
+
 def _parts(gradient: Tensor | None) -> list[Tensor]:
     if gradient is None:
         return []

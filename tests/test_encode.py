@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from exactly import STEPS, numbers_of, plain_numbers_of, state_of
+from exactly import STEPS, numbers_of, plain_numbers_of, trained
 from inside import different
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,20 +53,6 @@ class Pooled(nn.Module):
         return self.last(x.gather(1, x.argsort(1)))
 
 
-def train(
-    model: nn.Module, loss_of: Callable[[], Tensor], backward: Callable[[Tensor], None] = Tensor.backward
-) -> list[Tensor]:
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
-    found = []
-    for _ in range(STEPS):
-        loss = loss_of()
-        backward(loss)
-        found += [loss.detach(), *state_of(model)]
-        optimiser.step()
-        optimiser.zero_grad()
-    return found
-
-
 def batch() -> Tensor:
     return torch.randn(4, 3, 16, 16)
 
@@ -74,7 +60,7 @@ def batch() -> Tensor:
 @program
 def pooled() -> list[Tensor]:
     model = Pooled()
-    return train(model, lambda: model(batch()).square().mean())
+    return trained(model, lambda: model(batch()).square().mean())
 
 
 @program
@@ -84,7 +70,7 @@ def backward_twice() -> list[Tensor]:
         loss.backward()
 
     model = Pooled()
-    return train(model, lambda: model(batch()).square().mean(), twice)
+    return trained(model, lambda: model(batch()).square().mean(), twice)
 
 
 @program
@@ -97,20 +83,20 @@ def double_backward() -> list[Tensor]:
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + gradient.square().sum()
 
-    return train(model, loss_of)
+    return trained(model, loss_of)
 
 
 @program
 def checkpoint_inside() -> list[Tensor]:
     model = Pooled()
-    return train(model, lambda: checkpoint(model, batch(), use_reentrant=False).square().mean())
+    return trained(model, lambda: checkpoint(model, batch(), use_reentrant=False).square().mean())
 
 
 @program
 def checkpoint_of_a_part() -> list[Tensor]:
     model, block = Pooled(), nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), nn.Dropout(0.3))
     both = nn.ModuleList([model, block])
-    return train(both, lambda: model(checkpoint(block, batch(), use_reentrant=False)).square().mean())
+    return trained(both, lambda: model(checkpoint(block, batch(), use_reentrant=False)).square().mean())
 
 
 @program
@@ -125,7 +111,7 @@ def mask_written_after_use() -> list[Tensor]:
         noise.bernoulli_(0.5)
         return (y * noise).tanh().mean()
 
-    return train(model, loss_of)
+    return trained(model, loss_of)
 
 
 def run(name: str, chosen: delta.Policy, share: str, device: str = "cpu") -> Report:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from exactly import STEPS, numbers_of, plain_numbers_of, state_of
+from exactly import STEPS, numbers_of, plain_numbers_of, trained
 from inside import different
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -151,20 +151,6 @@ class Net(nn.Module):
 
 def picture() -> Tensor:
     return torch.randn(4, 3, 16, 16)
-
-
-def trained(
-    model: nn.Module, loss_of: Callable[[], Tensor], backward: Callable[[Tensor], None] = Tensor.backward
-) -> list[Tensor]:
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
-    found = []
-    for _ in range(STEPS):
-        loss = loss_of()
-        backward(loss)
-        found += [loss.detach(), *state_of(model)]
-        optimiser.step()
-        optimiser.zero_grad()
-    return found
 
 
 @program(emptied=2)  # x is saved by `sin`, too

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactly import STEPS, numbers_of, plain_numbers_of, state_of
+from exactly import STEPS, numbers_of, plain_numbers_of, trained
 from inside import different
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -52,20 +52,6 @@ class Residual(nn.Module):
 
 def batch() -> Tensor:
     return torch.randn(256, 32)
-
-
-def trained(
-    model: nn.Module, loss_of: Callable[[], Tensor], backward: Callable[[Tensor], None] = Tensor.backward
-) -> list[Tensor]:
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
-    found = []
-    for _ in range(STEPS):
-        loss = loss_of()
-        backward(loss)
-        found += [loss.detach(), *state_of(model)]
-        optimiser.step()
-        optimiser.zero_grad()
-    return found
 
 
 @program
