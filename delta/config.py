@@ -313,6 +313,10 @@ class Policy(_Model):
                 )
         return self
 
+    def splits(self, nbytes: int) -> bool:
+        """Whether the backward of a convolution with an input of that size is split."""
+        return self.backward.split_convolutions and nbytes >= self.filter.min_bytes
+
     def rule_for(self, op: str, module: str = "") -> Action | None:
         """The action of the first rule that matches, or None."""
         return next((rule.action for rule in self.rules if rule.matches(op, module)), None)

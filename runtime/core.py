@@ -242,13 +242,12 @@ class Core:
         self._records[ref.key] = record
         return ref
 
-    def emptied(self, record: int) -> None:
+    def emptied(self, storage: torch.UntypedStorage) -> None:
         """The storage has no bytes any more, though a tensor is still on it."""
         with self:
-            slot = self.slots.get(record)
-            if slot is not None and slot.ref is not None:
-                self.untrack(slot.ref)
-            self.run(self.engine.storage_gone(record))
+            record = self._records.pop(storage._cdata, None)
+            if record is not None:
+                self.run(self.engine.storage_gone(record))
 
     def untrack(self, ref: StorageRef) -> None:
         """The storage is of no record any more."""

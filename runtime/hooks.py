@@ -67,9 +67,6 @@ class Hooks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        policy = core.engine.policy
-        self._splits = policy.backward.split_convolutions
-        self._min_bytes = policy.filter.min_bytes
 
     def pack(self, tensor: Tensor) -> Handle | Watched | Passed:
         core = self._core
@@ -132,7 +129,7 @@ class Hooks:
             storage = core.fetch(packed.record)
         core.raise_warnings()
         tensor = over(packed.counter, packed.view.over(storage))
-        if self._splits and storage.nbytes() >= self._min_bytes and may_split():
+        if core.engine.policy.splits(storage.nbytes()) and may_split():
             split(packed, tensor)
         return tensor
 

@@ -82,13 +82,13 @@ class _Split(TorchDispatchMode):
 
     def _let_go(self, value: Tensor) -> None:
         """Empty the input's storage, if nobody else has it."""
-        core, record = self._handle.core, self._handle.record
+        core = self._handle.core
         self._handle.done()
         storage = value.untyped_storage()
         if sys.getrefcount(storage) == _ONE_NAME and sole_owner(storage, tensors=1):
             core.device.release(storage, tensors=1)
             storage.resize_(0)
-            core.emptied(record)
+            core.emptied(storage)
 
 
 def reads_no_input(args: Sequence[Any]) -> bool:

@@ -20,6 +20,8 @@ import delta
 from delta.runtime import split
 from delta.runtime.core import Core
 from delta.runtime.demo_measure import AllocatedBytes
+from delta.runtime.device.cpu import CpuDevice
+from delta.runtime.rawmem import sole_owner
 
 pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 
@@ -40,10 +42,10 @@ def policy(**changes: Any) -> delta.Policy:
 
 @pytest.fixture
 def emptied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The records whose storages were emptied."""
+    """The storages that were emptied, by identity."""
     found: list[int] = []
     tell = Core.emptied
-    monkeypatch.setattr(Core, "emptied", lambda core, record: (found.append(record), tell(core, record)))
+    monkeypatch.setattr(Core, "emptied", lambda core, storage: (found.append(storage._cdata), tell(core, storage)))
     yield found
 
 
@@ -330,6 +332,28 @@ def test_only_a_policy_that_says_so_splits(emptied: list[int]) -> None:
     assert emptied == []
     assert delta.load_policy("monet").backward.split_convolutions
     assert not delta.load_policy("delta").backward.split_convolutions
+
+
+def test_the_device_hears_of_the_bytes_that_nobody_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a budget of resident bytes it returns the pages at once."""
+    found: list[int] = []
+    release = CpuDevice.release
+
+    def spy(device: CpuDevice, storage: torch.UntypedStorage, tensors: int = 0) -> None:
+        found.append(tensors)
+        release(device, storage, tensors)
+
+    monkeypatch.setattr(CpuDevice, "release", spy)
+    model = Net()
+    with delta.evict(model, activations="0%", policy=policy(), device="cpu"):
+        model(picture()).mean().backward()
+    assert found.count(1) == 2
+
+
+def test_a_storage_with_a_tensor_is_its_owner_s_where_that_is_counted() -> None:
+    tensor = torch.ones(3)
+    storage = tensor.untyped_storage()
+    assert sole_owner(storage, tensors=1) and not sole_owner(storage) and not sole_owner(storage, tensors=2)
 
 
 def test_it_waits_for_whoever_is_in_the_core(monkeypatch: pytest.MonkeyPatch, emptied: list[int]) -> None:
