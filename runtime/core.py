@@ -25,6 +25,7 @@ from torch import Tensor
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.record import Host
+from delta.runtime.batch_norm import Trials
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.persistent import Persistent
@@ -76,6 +77,7 @@ class Core:
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)
         self.writes = Writes(self)
+        self.trials = Trials()
         self.planning = PlanningAside(engine.planning)
         self.slots: dict[int, Slot] = {}
         self.stall_ns = 0
@@ -219,7 +221,8 @@ class Core:
         """An op ran; `token` of the device's clock says how long, perhaps only later."""
         for record in op.outputs:
             self.slots[record].recipe = recipe
-        cost_ns = self.clock.elapsed_ns(token)
+        again_ns = recipe.again_ns if recipe is not None else None
+        cost_ns = again_ns if again_ns is not None else self.clock.elapsed_ns(token)
         self.run(self.engine.op_ran(replace(op, cost_ns=cost_ns or 0), time.perf_counter_ns(), self.module))
         if cost_ns is None:
             self._untimed.append((op.id, token))

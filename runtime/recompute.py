@@ -11,7 +11,7 @@ Guarantee: a replay changes nothing but its results. Not covered: choosing what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from delta.errors import RecomputeMismatchError
+from delta.runtime import batch_norm
 from delta.runtime.opfacts import OpFacts
 from delta.runtime.settings import Settings, current, under
 from delta.runtime.view import View
@@ -75,6 +76,7 @@ class Recipe:
     products: tuple[Product, ...]
     generator: torch.Generator | None
     generator_state: Tensor | None
+    again_ns: int | None = None  # for batch norm whose output its statistics give: how long that takes
     settings: Settings = field(default_factory=current)
 
 
@@ -124,13 +126,16 @@ def results_of(result: Any) -> list[Tensor]:
 
 
 def replay(
-    recipe: Recipe, storage_of: Callable[[int], torch.UntypedStorage], steal: frozenset[int]
+    recipe: Recipe,
+    storage_of: Callable[[int], torch.UntypedStorage],
+    steal: frozenset[int],
+    left: Mapping[int, torch.UntypedStorage],
 ) -> dict[int, torch.UntypedStorage]:
-    """Run the op again; returns the storages of its products by record.
+    """Run the op again; returns the storages of its products by record, of those at least that are not in `left`.
 
     `storage_of` gives the resident storage of an input record. Records in `steal` will not be read again: an op that
-    overwrites one of them may do so without a copy. Raises RecomputeMismatchError where the results differ in layout
-    from the recorded ones.
+    overwrites one of them may do so without a copy. `left`: products that are still there. Raises
+    RecomputeMismatchError where the results differ in layout from the recorded ones.
     """
     written = {product.written for product in recipe.products if product.written is not None}
     copies: dict[int, torch.UntypedStorage] = {}
@@ -148,8 +153,22 @@ def replay(
             tensors.append(entry.view.over(storage))
         args = [fill(arg, tensors) for arg in recipe.args]
         kwargs = {name: fill(arg, tensors) for name, arg in recipe.kwargs.items()}
+        statistics = _statistics(recipe, left)
+        if statistics is not None:
+            made = recipe.products[batch_norm.OUTPUT]
+            return {made.record: _check(recipe, made, [batch_norm.output(args, *statistics)], tensors)}
         result = results_of(_run_seeded(recipe, args, kwargs))
     return {product.record: _check(recipe, product, result, tensors) for product in recipe.products}
+
+
+def _statistics(recipe: Recipe, left: Mapping[int, torch.UntypedStorage]) -> list[Tensor] | None:
+    """The statistics of a batch norm, if they are still there and give its output."""
+    if recipe.again_ns is None:
+        return None
+    needed = [recipe.products[index] for index in (batch_norm.MEAN, batch_norm.INVSTD)]
+    if any(product.record not in left for product in needed):
+        return None
+    return [product.view.over(left[product.record]) for product in needed]
 
 
 def _run_seeded(recipe: Recipe, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -122,11 +122,24 @@ class Recorder(TorchDispatchMode):
             if products:
                 recipe = None
                 if inputs is not None and self._replayable(facts, results, generator):
-                    recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state)
+                    again_ns = self._again_ns(func, args, results, products)
+                    recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state, again_ns)
                 core.recorded(self._op(facts, recipe, products, new_versions), recipe, token)
             core.engine.called(func, made=bool(products))
             core.writes.settle(new_versions)
         return result
+
+    def _again_ns(
+        self, func: OpOverload, args: Sequence[Any], results: Sequence[Tensor], products: Sequence[Product]
+    ) -> int | None:
+        """How long making the first result again takes, where the others give it."""
+        if len(products) != len(results):
+            return None
+        trials = self._core.trials
+        tried_ns = trials.spent_ns
+        again_ns = trials.again_ns(func, args, results)
+        self._core.spent(trials.spent_ns - tried_ns)
+        return again_ns
 
     def _op(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from delta.runtime.modes import only_lowest
 from delta.runtime.recompute import replay
@@ -40,7 +43,7 @@ class Rematerialiser:
         recipe = next(slot.recipe for r in op.outputs if (slot := core.slots.get(r)) is not None and slot.recipe)
         began_ns = time.perf_counter_ns()
         with only_lowest(core.modes_below):
-            storages = replay(recipe, core.ready, stolen)
+            storages = replay(recipe, core.ready, stolen, self._left(op, wanted))
         ended_ns = time.perf_counter_ns()
         for made in wanted:
             slot = core.slots[made]
@@ -55,3 +58,9 @@ class Rematerialiser:
         self.spent_ns += ended_ns - began_ns
         nbytes = sum(product.nbytes for product in recipe.products if product.record in wanted)
         core.emit("recomputed", record=op.outputs[0], nbytes=nbytes, op=op.name, start_ns=began_ns, end_ns=ended_ns)
+
+    def _left(self, op: OpInfo, wanted: Sequence[int]) -> dict[int, torch.UntypedStorage]:
+        """What the op made the first time and is still on the device."""
+        slots = {made: self._core.slots[made] for made in op.outputs if made in self._core.slots and made not in wanted}
+        there = ((made, slot.alive()) for made, slot in slots.items() if slot.coming is None)
+        return {made: storage for made, storage in there if storage is not None}

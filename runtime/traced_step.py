@@ -138,8 +138,9 @@ class TracedStep:
         results: Sequence[Tensor],
         replayable: bool,
         token: Any,
+        again_ns: int,
     ) -> None:
-        """An op ran; `token` of the device's clock says how long."""
+        """An op ran; `token` of the device's clock says how long. `again_ns`: what a replay takes, 0 for as long."""
         read = tuple(stored.number for stored in inputs)
         keys = dict.fromkeys(tensor.untyped_storage()._cdata for tensor in written)
         changed = [stored for key in keys if (stored := self._stored.get(key)) in inputs and stored is not None]
@@ -153,7 +154,7 @@ class TracedStep:
         if read or made:
             self._times.append((len(self._events), token))
             outputs = tuple(stored.number for stored in made)
-            self._events.append(Op(name, read, outputs, sizes, 0, replayable, overwrites))
+            self._events.append(Op(name, read, outputs, sizes, 0, replayable, overwrites, again_ns=again_ns))
 
     def save(self, tensor: Tensor, packed: Any) -> Saved:
         """Autograd saved a tensor."""

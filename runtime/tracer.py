@@ -112,7 +112,9 @@ class Tracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         token = self._core.clock.stop(mark)
         results = results_of(result)
-        step.ran(facts.name, inputs, written, results, available and self._replayable(facts, results), token)
+        replayable = available and self._replayable(facts, results)
+        again_ns = self._core.trials.again_ns(func, args, results) if replayable else None
+        step.ran(facts.name, inputs, written, results, replayable, token, again_ns or 0)
         return result
 
     def _after_backward(self, step: TracedStep, written: Sequence[Tensor]) -> bool:

@@ -198,7 +198,7 @@ def changed(line: int, change: dict[str, Any] | None) -> str:
 @pytest.mark.parametrize(
     ("line", "change", "said"),
     [
-        (1, {"delta_trace": 4}, "line 1: delta_trace is 4; this version of Delta reads 1 to 3"),
+        (1, {"delta_trace": 5}, "line 1: delta_trace is 5; this version of Delta reads 1 to 4"),
         (1, {"bookkeeping": {}}, "line 1: the header has 'bookkeeping', which is unknown; known are name, evictable"),
         (1, {"delta_trace": 3, "bookkeeping": 3}, "line 1: the header: 'bookkeeping' is 3, must be an object"),
         (
@@ -317,5 +317,12 @@ def test_a_new_field_makes_a_new_version(tmp_path: Path) -> None:
     write(known, file)
     assert file.read_text().splitlines()[0].startswith('{"delta_trace":3,')
     assert read(file) == known
+    again = Trace("t", Evictable.SAVED, (Op("norm", (), (0,), (80,), 9, again_ns=3), Save(0), Unsave(0)))
+    write(again, file)
+    assert file.read_text().splitlines()[0].startswith('{"delta_trace":4,')
+    assert read(file) == again
+    file.write_text(file.read_text().replace('{"delta_trace":4,', '{"delta_trace":3,'))
+    with pytest.raises(TraceError, match="op has 'again_ns', which is unknown"):
+        read(file)
     with pytest.raises(TraceError, match="storage 0 takes 80 bytes encoded, no less than as it is"):
         write(Trace("t", Evictable.SAVED, (Constant(0, 80), Save(0, 80), Unsave(0))), file)

@@ -110,7 +110,7 @@ def evicting(policy: str, device: str) -> dict[str, Any]:
 
 
 def timeless(trace: Trace) -> list[Event]:
-    return [replace(event, cost_ns=0) if isinstance(event, Op) else event for event in trace.events]
+    return [replace(event, cost_ns=0, again_ns=0) if isinstance(event, Op) else event for event in trace.events]
 
 
 def names(trace: Trace) -> list[str]:

@@ -38,10 +38,20 @@ def traces(draw: st.DrawFn) -> Trace:
             made = len(overwrites) + draw(st.integers(0, 2))
             outputs = tuple(range(count, count + made))
             sizes = tuple(draw(SIZES) for _ in outputs)
-            cost_ns, workspace_bytes = draw(st.integers(0, 10**9)), draw(SIZES)
+            cost_ns, workspace_bytes, again_ns = draw(st.integers(0, 10**9)), draw(SIZES), draw(st.integers(0, 9))
             replayable = draw(st.booleans())
             events.append(
-                Op("op", tuple(inputs), outputs, sizes, cost_ns, replayable, tuple(overwrites), workspace_bytes)
+                Op(
+                    "op",
+                    tuple(inputs),
+                    outputs,
+                    sizes,
+                    cost_ns,
+                    replayable,
+                    tuple(overwrites),
+                    workspace_bytes,
+                    again_ns,
+                )
             )
             for old, new in zip(overwrites, outputs, strict=False):
                 handles[new] = handles.pop(old, 0)

@@ -186,7 +186,7 @@ class Player:
             read = olds = ()
         if made:
             self._pause(self._recording_ns())
-            told = OpInfo(next(self._op_ids), op.name, read, made, op.cost_ns, replayable, olds)
+            told = OpInfo(next(self._op_ids), op.name, read, made, op.replay_ns, replayable, olds)
             self._do(self.engine.op_ran(told, self._now))
 
     def _recording_ns(self) -> int:

@@ -180,7 +180,7 @@ def _untimed(trace: Trace) -> list[Event]:
 def _instant(event: Event) -> Event:
     match event:
         case Op():
-            return replace(event, cost_ns=0)
+            return replace(event, cost_ns=0, again_ns=0)
         case Save():
             return replace(event, encode_ns=0, decode_ns=0)
     return event

@@ -40,7 +40,7 @@ class Op:
     `overwrites`: inputs whose storage the op wrote in place, so that it holds the output now and a replay works on a
     copy. `overwrites[i]` became `outputs[i]`: no bytes are added, the old number is gone without a `Free`, and its
     handles count for the new one, as autograd's follow the storage. `workspace_bytes`: what the op needs besides,
-    while it runs.
+    while it runs. `again_ns`: how long a replay takes where that is not `cost_ns`; 0 where it is.
     """
 
     name: str
@@ -51,6 +51,12 @@ class Op:
     replayable: bool = True
     overwrites: tuple[int, ...] = ()
     workspace_bytes: int = 0
+    again_ns: int = 0
+
+    @property
+    def replay_ns(self) -> int:
+        """How long a replay takes."""
+        return self.again_ns or self.cost_ns
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,14 +45,17 @@ from delta.trace.inventory import Inventory
 from delta.trace.source import Source
 from delta.types import Link
 
-VERSION = 3
+VERSION = 4
 VERSION_KEY = "delta_trace"
 _END = "end"
 
 KINDS: dict[str, type[Event]] = {
     kind.__name__.lower(): kind for kind in (Constant, Op, Save, Need, Unsave, Free, Result, Backward)
 }
-_SINCE_2: dict[type[Event], set[str]] = {Save: {"encoded_bytes", "encode_ns", "decode_ns"}}
+_SINCE: dict[int, dict[type[Event], set[str]]] = {
+    2: {Save: {"encoded_bytes", "encode_ns", "decode_ns"}},
+    4: {Op: {"again_ns"}},
+}
 _TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in KINDS.values()}
 HEADER = {"name": "str", "evictable": "str", "device": "str", "link": "link", "facts": "dict", "bookkeeping": "dict"}
 _HEADER_SINCE_3 = {"bookkeeping"}
@@ -123,9 +126,13 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 def _version(trace: Trace) -> int:
     """The first version that has all the fields of a trace."""
+    found = {1}
     if trace.bookkeeping != FREE:
-        return 3
-    return 2 if any(_given(event).keys() & _SINCE_2.get(type(event), set()) for event in trace.events) else 1
+        found.add(3)
+    for version, fields_of in _SINCE.items():
+        if any(_given(event).keys() & fields_of[type(event)] for event in trace.events if type(event) in fields_of):
+            found.add(version)
+    return max(found)
 
 
 def _given(event: Event) -> dict[str, Any]:
@@ -137,7 +144,7 @@ def _given(event: Event) -> dict[str, Any]:
 # -- reading ------------------------------------------------------------------------------------------------------
 def read_own(header: dict[str, Any], rest: Source) -> Trace:
     """The trace of a file whose header was read already. TraceError for a damaged one."""
-    version = header.get(VERSION_KEY)
+    version = header[VERSION_KEY]
     trace = _header(header, rest)
     events: list[Event] = []
     inventory = Inventory()
@@ -192,12 +199,12 @@ def _bookkeeping(given: dict[str, Any]) -> dict[str, int]:
     return _checked(given, known, "'bookkeeping'", known)
 
 
-def _event(line: dict[str, Any], version: object) -> Event:
+def _event(line: dict[str, Any], version: int) -> Event:
     kind = line.pop("ev", None)
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise ValueError(f"'ev' is {kind!r}; known are {', '.join(KINDS)}")
-    newer = _SINCE_2.get(cls, set()) if version == 1 else set()
+    newer = {name for since, of in _SINCE.items() if version < since for name in of.get(cls, ())}
     known = {name: typename for name, typename in _TYPES[cls].items() if name not in newer}
     values = _checked(line, known, kind, {field.name for field in fields(cls) if field.default is not MISSING})
     make: Callable[..., Event] = cls

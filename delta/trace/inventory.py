@@ -72,7 +72,7 @@ class Inventory:
             _require(not storage.handles, f"the step ends while storage {number} is still saved")
 
     def _run(self, op: Op) -> None:
-        _require(min(op.cost_ns, op.workspace_bytes) >= 0, "a time or a size is negative")
+        _require(min(op.cost_ns, op.workspace_bytes, op.again_ns) >= 0, "a time or a size is negative")
         _require(len(op.outputs) == len(op.nbytes), f"{len(op.outputs)} outputs, but {len(op.nbytes)} sizes")
         _require(len(op.overwrites) <= len(op.outputs), "what is overwritten has no output to become")
         for storage in op.inputs:
