@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from delta.budget import Budget
@@ -200,6 +202,8 @@ class evict(ContextDecorator):
         stack.callback(switch.off)
         core.at_pack, core.at_unpack = switch.follow, switch.step_aside
         switch.follow()
+        stack.callback(register_optimizer_step_pre_hook(switch.optimizer_begins).remove)
+        stack.callback(register_optimizer_step_post_hook(switch.optimizer_ended).remove)
         pair = hooks if self._tracer is None else self._tracer
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pair.pack, pair.unpack))
 
@@ -244,7 +248,22 @@ class _Switch:
 
     def follow(self) -> None:
         """Do as the engine and the tracer want, if the stack allows it now."""
-        wanted = self._wanted()
+        self._follow(self._wanted())
+
+    def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,
+        nobody has to see them. A closure is forward and backward once more, and they have to be seen."""
+        engine = self._core.engine
+        if engine.ledger.ops or engine.learner.in_step or self._tracing:
+            return
+        if not any(callable(given) for given in (*args[1:], *kwargs.values())):
+            self._follow([])
+
+    def optimizer_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What comes next may be recorded again."""
+        self.follow()
+
+    def _follow(self, wanted: list[TorchDispatchMode]) -> None:
         if wanted == self._on or torch._C._current_graph_task_id() != -1:
             return
         if torch._C._len_torch_dispatch_stack() != self._depth + len(self._on):
@@ -270,8 +289,12 @@ class _Switch:
     def off(self) -> None:
         self._turn([])
 
+    @property
+    def _tracing(self) -> bool:
+        return self._tracer is not None and self._tracer.wanted
+
     def _wanted(self) -> list[TorchDispatchMode]:
-        if self._tracer is not None and self._tracer.wanted:
+        if self._tracer is not None and self._tracing:
             return [self._tracer, self._recorder]  # a trace tells what recording takes
         return [self._recorder] if self._core.engine.wants_recorder else []
 
