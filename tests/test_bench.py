@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench_fakes import TINY, FakeWorker, install, measured_with_fakes, spec, with_row
+from bench_fakes import TINY, FakeWorker, install, measured_with_fakes, row, spec, with_row
 from typer.testing import CliRunner
 
 from delta.errors import DeltaError
 from delta.runtime.bench import __main__ as command_line
 from delta.runtime.bench import measure as measuring
 from delta.runtime.bench import options as choosing
-from delta.runtime.bench.measure import fitting, groups, measure, turns
+from delta.runtime.bench.measure import fitting, groups, level_with_rivals, measure, turns
 from delta.runtime.bench.options import CPU_WAYS, BenchOptions, Way, default_models, left_out
 from delta.runtime.bench.pages import read_bench
 from delta.runtime.bench.result import BenchResult, Row
@@ -172,6 +172,47 @@ def test_only_the_last_budget_writes_a_timeline(fake_processes: None, monkeypatc
 
 
 # --- the figures ------------------------------------------------------------------------------------------------------
+
+
+MIB = 2**20
+
+
+def level(checkpoint_mib: int, *deltas: tuple[int, int]) -> list[str]:
+    """The budgets with which Delta should take what checkpointing takes; `deltas`: budget and allocated, in MiB."""
+    rows = [
+        row("plain", peak_allocated_bytes=900 * MIB),
+        row("checkpoint", peak_allocated_bytes=checkpoint_mib * MIB),
+        row("sac", peak_allocated_bytes=100 * MIB),
+        *(row(f"delta {b}", budget_bytes=b * MIB, peak_allocated_bytes=a * MIB) for b, a in deltas),
+    ]
+    return [way.name for way in level_with_rivals(rows)]
+
+
+def test_delta_is_measured_with_what_a_rival_takes() -> None:
+    assert level(400, (300, 700), (150, 550)) == []  # 150 - (550 - 396) would be less than nothing
+    assert level(500, (300, 700), (150, 550)) == ["delta 95MiB"]
+    assert level(549, (300, 700), (150, 550)) == ["delta 143MiB"]
+    assert level(550, (300, 700), (150, 550)) == [], "it takes no more"
+    assert level(600, (300, 700), (150, 550)) == [], "it takes less already"
+    assert level(500) == []
+
+
+def test_a_budget_that_is_level_with_a_rival_is_measured_too(
+    fake_processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "level_with_rivals", lambda rows: [Way("delta", "40%")] if len(rows) == 3 else [])
+    asked: list[list[str]] = []
+    floors = measuring.floors
+    monkeypatch.setattr(
+        measuring,
+        "floors",
+        lambda trace, policy, budgets, link: (asked.append(budgets), floors)[1](trace, policy, budgets, link),
+    )
+    model = measure(replace(TINY, budgets=("100%",), ways=("plain", "checkpoint", "delta")), "byte-gpt")
+    assert [found.way for found in model.rows] == ["plain", "checkpoint", "delta 100%", "delta 40%"]
+    found = model.delta("40%")
+    assert found is not None and (found.time_ratio, found.floor_ratio) == (1.2, 1.1)
+    assert len(asked[0]) == 2
 
 
 def test_figures_of_a_way(measured: BenchResult) -> None:

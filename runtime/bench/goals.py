@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from delta.runtime.bench.options import RIVALS
 from delta.runtime.bench.result import IDENTICAL, BenchResult, ModelResult, Row
 from delta.units import Share, format_bytes, parse_size
 
@@ -30,7 +31,6 @@ TIME_RATIOS: Mapping[str, Mapping[str, Mapping[str, float]]] = {  # device -> mo
         "resnet101": _RESNET,
     },
 }
-RIVALS = ("checkpoint", "offloader")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import torch
 from delta.errors import DeltaError
 from delta.policies.loader import load
 from delta.runtime import monitor
-from delta.runtime.bench.options import PLAIN, BenchOptions, Way
+from delta.runtime.bench.options import PLAIN, RIVALS, BenchOptions, Way
 from delta.runtime.bench.result import DIFFERENT, IDENTICAL, ModelResult, Row
 from delta.runtime.demo import Side, side_from
 from delta.runtime.demo_process import KEEPS_PAGES, SETTLING_STEPS, WARM_UP_STEPS, WorkerProcess
@@ -34,6 +34,7 @@ from delta.units import parse_size
 
 T = TypeVar("T")
 
+_MARGIN = 0.01  # of what a rival takes, by which Delta aims below it
 _USED = 0.7  # of the memory that is free; the rest is left to the caches of allocators and to others
 
 
@@ -96,13 +97,32 @@ def measure(options: BenchOptions, model: str, timeline: Path | None = None) -> 
         outcome = _train({way.name: told(way) for way in (ways[0], *group)}, options.steps)
         missing |= outcome.failed
         rows += [_row(name, outcome) for name in outcome.sides if not (rows and name == PLAIN)]
-    found = dict(_floors(options, model, recorded, rows[0]))
+    level = level_with_rivals(rows)
+    for way in level:
+        outcome = _train({each.name: told(each) for each in (ways[0], way)}, options.steps)
+        missing |= outcome.failed
+        rows += [_row(name, outcome) for name in outcome.sides if name != PLAIN]
+    budgets = [*options.budgets, *(way.budget for way in level if way.budget is not None)]
+    found = dict(_floors(options, model, recorded, rows[0], budgets))
     return ModelResult(
         model=model,
         sizes=spec.sizes,
         rows=tuple(replace(row, floor_ratio=found.get(row.way)) for row in rows),
         missing=missing,
     )
+
+
+def level_with_rivals(rows: Sequence[Row]) -> list[Way]:
+    """For each rival that takes less memory than Delta under any budget so far: Delta under the budget, in whole MiB,
+    with which it should take no more. A saved byte less is a byte less of all that is allocated."""
+    deltas = [row for row in rows if row.way.startswith("delta ") and row.peak_allocated_bytes and row.budget_bytes]
+    if not deltas:
+        return []
+    least_bytes, budget_bytes = min((row.peak_allocated_bytes or 0, row.budget_bytes or 0) for row in deltas)
+    rivals_bytes = [row.peak_allocated_bytes for row in rows if row.way in RIVALS and row.peak_allocated_bytes]
+    over_bytes = (least_bytes - (1 - _MARGIN) * nbytes for nbytes in rivals_bytes if nbytes < least_bytes)
+    budgets_mib = dict.fromkeys(int(budget_bytes - nbytes) // 2**20 for nbytes in over_bytes)
+    return [Way("delta", f"{mib}MiB") for mib in budgets_mib if mib > 0]
 
 
 def fitting(process_bytes: int, device: str) -> int:
@@ -160,13 +180,15 @@ def _train(specs: Mapping[str, Spec], timed_steps: int) -> _Outcome:
     )
 
 
-def _floors(options: BenchOptions, model: str, recorded: Recorded, plain: Row) -> Iterator[tuple[str, float]]:
+def _floors(
+    options: BenchOptions, model: str, recorded: Recorded, plain: Row, budgets: Sequence[str]
+) -> Iterator[tuple[str, float]]:
     """The floor of each of Delta's rows: the extra time over all of plain's step, optimizer included."""
     if "delta" not in options.ways or not ZOO[model].steady:
         return
     trace, policy = recorded.trace, load(options.policy, options.overrides)
-    wanted = [parse_size(budget, what="budgets") for budget in options.budgets]
-    for budget, floor in zip(options.budgets, floors(trace, policy, wanted, trace.link), strict=True):
+    wanted = [parse_size(budget, what="budgets") for budget in budgets]
+    for budget, floor in zip(budgets, floors(trace, policy, wanted, trace.link), strict=True):
         if floor.fits:
             yield Way("delta", budget).name, 1 + floor.extra_ns / plain.step_time_ns
 

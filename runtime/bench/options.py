@@ -14,6 +14,7 @@ from delta.units import parse_size
 
 PLAIN = "plain"
 BUDGETED = ("delta", "compile")  # ways that are measured once for each budget
+RIVALS = ("checkpoint", "offloader")  # Delta has to be faster than these where it takes no more memory
 CPU_WAYS = (PLAIN, "checkpoint", "sac", "save_on_cpu", "delta")
 CUDA_WAYS = (PLAIN, "checkpoint", "sac", "save_on_cpu", "offloader", "compile", "delta")
 BUDGETS = ("100%", "70%", "50%", "30%")
