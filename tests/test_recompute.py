@@ -1,6 +1,7 @@
 """Replays: the same bits as the first time, and nothing else changed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -212,17 +213,32 @@ def test_results_are_the_tensors_in_order():
 def test_several_results_come_back_under_their_records():
     x = torch.randn(4, 6)
     made, storages = recipe(aten.native_layer_norm.default, (x, [6], None, None, 1e-5))
-    found = replay(made, storages.__getitem__, frozenset())
+    found = replay(made, storages.__getitem__, frozenset(), {})
     assert sorted(found) == [100, 101, 102]
     again = [product.view.over(found[product.record]) for product in made.products]
     for left, right in zip(again, aten.native_layer_norm.default(x, [6], None, None, 1e-5), strict=True):
         assert bits(left) == bits(right)
 
 
+def test_what_is_left_of_a_batch_norm_gives_its_output():
+    x = torch.randn(4, 6)
+    call = (x, None, None, None, None, True, 0.1, 1e-5)
+    whole, storages = recipe(aten.native_batch_norm.default, call)
+    made = replace(whole, again_ns=1)
+    output, *statistics = aten.native_batch_norm.default(*call)
+    left = {101 + number: tensor.untyped_storage() for number, tensor in enumerate(statistics)}
+    found = replay(made, storages.__getitem__, frozenset(), left)
+    assert sorted(found) == [100]
+    assert bits(made.products[0].view.over(found[100])) == bits(output)
+    one_gone = replay(made, storages.__getitem__, frozenset(), {101: left[101]})
+    untried = replay(whole, storages.__getitem__, frozenset(), left)
+    assert sorted(one_gone) == sorted(untried) == [100, 101, 102]
+
+
 def test_an_op_that_overwrites_works_on_a_copy():
     x = torch.ones(4)
     made, storages = recipe(aten.add_.Tensor, (x, torch.full((4,), 2.0)))
-    found = replay(made, storages.__getitem__, frozenset())
+    found = replay(made, storages.__getitem__, frozenset(), {})
     assert x.tolist() == [1.0] * 4
     assert made.products[0].view.over(found[100]).tolist() == [3.0] * 4
 
@@ -230,7 +246,7 @@ def test_an_op_that_overwrites_works_on_a_copy():
 def test_what_may_be_stolen_is_overwritten_without_a_copy():
     x = torch.ones(4)
     made, storages = recipe(aten.add_.Tensor, (x, torch.full((4,), 2.0)))
-    found = replay(made, storages.__getitem__, frozenset({0}))
+    found = replay(made, storages.__getitem__, frozenset({0}), {})
     assert found[100].data_ptr() == x.data_ptr()
     assert x.tolist() == [3.0] * 4
 
@@ -243,7 +259,7 @@ def test_an_overwritten_storage_that_is_read_through_two_views_is_copied_once():
     product = Product(100, 16, View.of(x[:2]), written=0)
     func = aten.add_.Tensor
     made = Recipe(func, facts_of(func), call.args, call.kwargs, inputs, (product,), None, None)
-    found = replay(made, lambda record: x.untyped_storage(), frozenset())
+    found = replay(made, lambda record: x.untyped_storage(), frozenset(), {})
     assert View.of(x).over(found[100]).tolist() == [2.0, 4.0, 2.0, 3.0]
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
 
@@ -255,14 +271,14 @@ def test_the_generator_is_put_back_even_if_the_op_fails():
     first = aten.bernoulli.p(x, 0.5, generator=torch.Generator().manual_seed(1))
     generator.manual_seed(77)
     now = generator.get_state()
-    found = replay(made, storages.__getitem__, frozenset())
+    found = replay(made, storages.__getitem__, frozenset(), {})
     assert bits(made.products[0].view.over(found[100])) == bits(first)
     assert torch.equal(generator.get_state(), now)
     failing = Recipe(made.func, made.facts, (Slot(0), 2.0), made.kwargs, made.inputs, made.products, generator, now)
     generator.manual_seed(78)
     now = generator.get_state()
     with pytest.raises(RuntimeError, match="p"):
-        replay(failing, storages.__getitem__, frozenset())
+        replay(failing, storages.__getitem__, frozenset(), {})
     assert torch.equal(generator.get_state(), now)
 
 
@@ -270,7 +286,7 @@ def test_a_replay_leaves_no_graph():
     x = torch.randn(4, requires_grad=True)
     made, storages = recipe(aten.mul.Tensor, (x.detach(), x.detach()))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: pytest.fail("saved"), lambda t: t):
-        replay(made, storages.__getitem__, frozenset())
+        replay(made, storages.__getitem__, frozenset(), {})
 
 
 def test_a_replay_is_not_autocast():
@@ -278,7 +294,7 @@ def test_a_replay_is_not_autocast():
     x = torch.randn(4, 4)
     made, storages = recipe(aten.mm.default, (x, x))
     with torch.autocast("cpu", torch.bfloat16):
-        found = replay(made, storages.__getitem__, frozenset())
+        found = replay(made, storages.__getitem__, frozenset(), {})
     assert bits(made.products[0].view.over(found[100])) == bits(x @ x)
 
 
@@ -298,7 +314,7 @@ X = torch.ones(4, 6)
 def test_a_result_that_is_not_what_was_recorded_is_refused_and_the_op_named(view, nbytes, result):
     made, storages = recipe(aten.relu.default, (X,), products=(Product(100, nbytes, view, result=result),))
     with pytest.raises(RecomputeMismatchError) as caught:
-        replay(made, storages.__getitem__, frozenset())
+        replay(made, storages.__getitem__, frozenset(), {})
     text = str(caught.value)
     assert "replaying aten.relu gave" in text
     assert f"({nbytes} bytes)" in text

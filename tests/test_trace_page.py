@@ -23,6 +23,7 @@ def test_every_event_has_its_row() -> None:
         "replayable",
         "overwrites",
         "workspace_bytes",
+        "again_ns",
         "encoded_bytes",
         "encode_ns",
         "decode_ns",
