@@ -60,12 +60,11 @@ class Trials:
 
 def _in_one_loop(args: Sequence[Any], results: Sequence[Tensor]) -> bool:
     """Whether the CPU kernel computes such an output in the loop that training and evaluation share."""
-    x, *parameters = args[:3]
-    given = [tensor for tensor in parameters if tensor is not None]
-    if x.device.type != "cpu" or not all(tensor.is_contiguous() for tensor in given):
+    x, *channels = args[:_TRAINING]
+    if x.device.type != "cpu" or not all(each.is_contiguous() for each in channels if each is not None):
         return False
     dtype = results[INVSTD].dtype
-    if dtype not in _FULL_PRECISION or any(tensor.dtype is not dtype for tensor in given):
+    if dtype not in _FULL_PRECISION or any(each.dtype is not dtype for each in channels[:2] if each is not None):
         return False
     if x.is_contiguous():
         return True
