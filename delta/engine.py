@@ -122,6 +122,11 @@ class Engine:
         return self.learner.wants_recorder or (self.learner.mode is Mode.OBSERVE and self.learner.in_step)
 
     @property
+    def minds_writes(self) -> bool:
+        """Whether a write in place could spoil something: an op may be replayed, or a step is under way."""
+        return bool(self.ledger.ops) or self.learner.in_step
+
+    @property
     def step_peak_bytes(self) -> int:
         """The most that was resident in the step under way."""
         return self.ledger.peak_resident_bytes if self.learner.in_step else 0

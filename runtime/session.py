@@ -253,8 +253,8 @@ class _Switch:
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,
         nobody has to see them. A closure is forward and backward once more, and they have to be seen."""
-        engine = self._core.engine
-        if engine.ledger.ops or engine.learner.in_step or self._tracing:
+        traced = self._tracer is not None and self._tracer.wanted
+        if traced or self._core.engine.minds_writes:
             return
         if not any(callable(given) for given in (*args[1:], *kwargs.values())):
             self._follow([])
@@ -289,12 +289,8 @@ class _Switch:
     def off(self) -> None:
         self._turn([])
 
-    @property
-    def _tracing(self) -> bool:
-        return self._tracer is not None and self._tracer.wanted
-
     def _wanted(self) -> list[TorchDispatchMode]:
-        if self._tracer is not None and self._tracing:
+        if self._tracer is not None and self._tracer.wanted:
             return [self._tracer, self._recorder]  # a trace tells what recording takes
         return [self._recorder] if self._core.engine.wants_recorder else []
 

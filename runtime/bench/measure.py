@@ -93,15 +93,17 @@ def measure(options: BenchOptions, model: str, timeline: Path | None = None) -> 
         return replace(spec, mode=way.mode, activations=way.budget, timeline=to)
 
     rows: list[Row] = []
-    for group in groups(ways[1:], options.at_once or fitting(recorded.process_bytes, options.device)):
+
+    def compare(group: Sequence[Way]) -> None:
         outcome = _train({way.name: told(way) for way in (ways[0], *group)}, options.steps)
-        missing |= outcome.failed
-        rows += [_row(name, outcome) for name in outcome.sides if not (rows and name == PLAIN)]
+        missing.update(outcome.failed)
+        rows.extend([_row(name, outcome) for name in outcome.sides if not (rows and name == PLAIN)])
+
+    for group in groups(ways[1:], options.at_once or fitting(recorded.process_bytes, options.device)):
+        compare(group)
     level = level_with_rivals(rows)
     for way in level:
-        outcome = _train({each.name: told(each) for each in (ways[0], way)}, options.steps)
-        missing |= outcome.failed
-        rows += [_row(name, outcome) for name in outcome.sides if name != PLAIN]
+        compare([way])
     budgets = [*options.budgets, *(way.budget for way in level if way.budget is not None)]
     found = dict(_floors(options, model, recorded, rows[0], budgets))
     return ModelResult(
