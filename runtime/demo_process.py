@@ -15,10 +15,6 @@ _MODULE = "delta.runtime.demo_worker"
 _GOODBYE_S = 10.0
 _QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler has nothing to say to a terminal
 
-# First-touch page faults, Delta observing, refining its plan and following it once before it records less. After some
-# of them a search for a better plan is waited for: it takes the memory's bandwidth from the steps it runs beside.
-WARM_UP_STEPS = 6
-SETTLING_STEPS = range(3, WARM_UP_STEPS - 1)
 # glibc's heap keeps the pages it has: faulting them in again took more than a quarter of a step, now more and now less,
 # and has nothing to do with what is compared.
 KEEPS_PAGES = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0", "MALLOC_TOP_PAD_": str(2**26)}

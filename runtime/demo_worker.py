@@ -4,13 +4,15 @@
 
     {"mode": "plain", ...}      -> {"ready": true}
     {"do": "step", "index": 0}  -> {"time_ns": ..., "loss": "0x1.6p+2", "gradients": "<sha256>"}
+    {"do": "plain step", "index": 8}  -> the same of a plain training beside this one, in the same process
     {"do": "finish"}            -> {"parameters": "<sha256>", "peak_rss_bytes": ..., ...}
 
 A step with ``"count": true`` is slower, and answers with ``"counted_peak_bytes"``, too: the peak of saved activations
 on the device, counted here and not by Delta; null where they cannot be counted from outside. With ``"allocated": true``
 it answers with ``"allocated_peak_bytes"``: all that was allocated on a CPU, as the profiler saw it. A DeltaError is
 answered with ``{"error": "<text>"}``, memory that ran out with ``{"out_of_memory": "<text>"}``. Between lines the
-process sleeps in a read, so the sides can take turns on the same cores.
+process sleeps in a read, so the sides can take turns on the same cores. Peaks of memory are those of the time before
+the first plain step beside.
 """
 
 import json
@@ -19,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
@@ -94,6 +96,8 @@ class Trainer:
         self._run = self._session.__enter__()
         self._resident = ResidentPeak()
         self._host_peak_bytes: int | None = None
+        self._plain: Trainer | None = None
+        self._peaks: dict[str, int | None] | None = None  # those before `_plain`
 
     def step(self, index: int, count: bool = False, allocated: bool = False) -> dict[str, Any]:
         """One training step. Timed: forward, backward, optimizer; not timed: making the batch, hashing."""
@@ -128,6 +132,15 @@ class Trainer:
             answer["allocated_peak_bytes"] = standing + profiler.peak_bytes
         return answer
 
+    def plain_step(self, index: int) -> dict[str, Any]:
+        """The same step of a plain training beside this one, which it does not touch."""
+        run = cast(Any, self._run)
+        with nullcontext() if run is None else run._paused():
+            if self._plain is None:
+                self._peaks = self._read_peaks()
+                self._plain = Trainer(replace(self._spec, mode="plain", budget=None, timeline=None, trace=None))
+            return self._plain.step(index)
+
     def settle(self) -> None:
         """Wait for a search for a better plan."""
         if self._run is not None:
@@ -145,10 +158,9 @@ class Trainer:
         """Close the session and give the figures of the whole training."""
         self.close()
         answer: dict[str, Any] = {
-            "peak_rss_bytes": self._resident.read(),
             "start_rss_bytes": self._resident.start_bytes,
             "rss_method": self._resident.method,
-            **self._device_figures(),
+            **(self._peaks or self._read_peaks()),
             "parameters": digest(self._model.parameters()),
             "report": None if self._run is None else self._run.report().as_dict(),
             "counted_peak_bytes": None,
@@ -188,13 +200,17 @@ class Trainer:
     def _device_type(self) -> str:
         return torch.device(self._spec.device).type
 
-    def _device_figures(self) -> dict[str, int | None]:
-        """Peaks of the allocator, and of host memory that holds what was moved there; None where nobody counts it."""
+    def _read_peaks(self) -> dict[str, int | None]:
+        """Peaks of resident memory, of the allocator, and of host memory that holds what was moved there; None where
+        nobody counts it."""
+        resident = self._resident.read()
         if self._device_type != "cuda":
             host = self._host_peak_bytes if self._spec.mode == "delta" else None
-            return {"peak_device_bytes": None, "peak_reserved_bytes": None, "host_peak_bytes": host}
+            on_device = {"peak_device_bytes": None, "peak_reserved_bytes": None, "host_peak_bytes": host}
+            return {"peak_rss_bytes": resident, **on_device}
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
         return {
+            "peak_rss_bytes": resident,
             "peak_device_bytes": torch.cuda.max_memory_allocated(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             "host_peak_bytes": self._host_peak_bytes if self._spec.mode == "delta" else pinned,
@@ -246,6 +262,8 @@ def serve(lines: Iterable[str], answers: TextIO) -> None:
                     )
                     if request.get("settle"):
                         trainer.settle()
+                case "plain step" if trainer is not None:
+                    answer = trainer.plain_step(request["index"])
                 case "finish" if trainer is not None:
                     answer = trainer.finish()
                 case _:

@@ -38,8 +38,7 @@ def main(
     policy: Annotated[list[str] | None, typer.Option(help="A shipped policy; may be repeated. Default: all.")] = None,
     activations: Annotated[str, typer.Option(help="The budget, as delta.evict(activations=...) takes it.")] = "50%",
     batch: Annotated[int, typer.Option(help="Sequences or pictures in a batch.")] = 4,
-    steps: Annotated[int, typer.Option(help="Timed training steps.")] = 4,
-    processes: Annotated[int, typer.Option(help="Processes under each policy, one after the other.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed training steps.")] = 10,
     threads: Annotated[int, typer.Option(help="Threads of PyTorch in each process.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON in the last line.")] = False,
     write_docs: Annotated[bool, typer.Option("--write-docs", help=f"Fill {PAGE} and write {RESULT}.")] = False,
@@ -49,7 +48,7 @@ def main(
     for name in model or ("byte-gpt", "resnet50"):
         spec = base_spec(name, batch, threads)
         tell = partial(typer.echo, err=True)
-        results.append(predict(spec, policy or evicting(), activations, steps, processes, tell))
+        results.append(predict(spec, policy or evicting(), activations, steps, tell))
         typer.echo(
             f"{heading(results[-1])}\n{aligned([_HEAD, *map(cells, results[-1].rows)], right=range(1, 9), rule=True)}\n"
         )
@@ -65,7 +64,7 @@ def heading(result: Prediction) -> str:
     """What was trained."""
     return (
         f"{result.model}, batch {result.batch}, activations={result.activations}, {result.threads} threads, "
-        f"{result.timed_steps} timed steps in each of {result.processes} processes"
+        f"{result.timed_steps} timed steps"
     )
 
 
@@ -89,7 +88,7 @@ def cells(row: Row) -> tuple[str, ...]:
 def figures(results: list[Prediction]) -> dict[str, str]:
     """Name of a place in the page -> what belongs there."""
     one = results[0]
-    options = f"--threads {one.threads} --steps {one.timed_steps} --processes {one.processes}"
+    options = f"--threads {one.threads} --steps {one.timed_steps}"
     command = f"`scripts/predict {options} --write-docs`"
     setting = facts_list({**one.machine, "command": command})
     return {"setting": setting, "tables": "\n\n".join(map(_markdown, results))}

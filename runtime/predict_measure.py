@@ -1,9 +1,8 @@
 """What the simulator foretells of a training, beside what the training really does.
 
 A step of the plain program is traced, and simulated under each policy and the same budget. Then each policy trains in a
-process of its own, all in turn with plain ones: peaks, times and bits are compared. Times are those of forward and
-backward, which is what a trace covers. Where a process has its memory makes one up to a tenth slower than another that
-does the same, for as long as it lives, so it is done with several, plain ones too.
+process of its own, in turns with a plain training there: peaks, times and bits are compared. Times are those of forward
+and backward, which is what a trace covers.
 
 Not covered: how it is shown (`predict`).
 """
@@ -11,7 +10,6 @@ Not covered: how it is shown (`predict`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -21,25 +19,20 @@ from delta.engine import MISSED
 from delta.errors import DeltaError
 from delta.policies.loader import load, names
 from delta.runtime import zoo
-from delta.runtime.bench.measure import fitting, groups, rounds
-from delta.runtime.bench.options import PLAIN
-from delta.runtime.demo_process import KEEPS_PAGES, SETTLING_STEPS, WARM_UP_STEPS, WorkerProcess
 from delta.runtime.demo_worker import Spec
 from delta.runtime.facts import machine_facts
+from delta.runtime.side_by_side import Answer, Trained, train
 from delta.runtime.tracing import plain_spec, record
 from delta.simulate import Run, simulate
 from delta.types import Action
 from delta.units import parse_size
 
-PLAINS = tuple(f"{PLAIN}-{number}" for number in range(3))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A policy. Peaks are those of saved activations over all steps and processes: ``counted_peak_bytes`` in a step
-    after the timed ones from outside of Delta, ``peak_bytes`` in all steps as Delta reports it. Overheads are step time
-    over plain, the median of the processes; ``predicted_overhead`` is None where the simulated run did not end,
-    ``status`` says how."""
+    """A policy. Peaks are those of saved activations: ``counted_peak_bytes`` from outside of Delta in the first step
+    and in a planned one, ``peak_bytes`` in all steps as Delta reports it. Overheads are the time of forward and
+    backward over plain's; ``predicted_overhead`` is None where the simulated run did not end, ``status`` says how."""
 
     policy: str
     gradients_identical: bool
@@ -76,7 +69,6 @@ class Prediction:
     batch: int
     activations: str
     timed_steps: int
-    processes: int
     threads: int
     machine: Mapping[str, str]
     rows: tuple[Row, ...]
@@ -115,10 +107,9 @@ def predict(
     policies: Sequence[str],
     activations: str,
     timed_steps: int,
-    processes: int = 1,
     done: Callable[[str], None] = lambda _: None,
 ) -> Prediction:
-    """Trace, simulate and measure, with that many processes for each policy; ``done`` is told how far it has come.
+    """Trace, simulate and measure; ``done`` is told how far it has come.
 
     DeltaError if a process fails.
     """
@@ -129,82 +120,41 @@ def predict(
         policy: simulate(trace, on_this_device(policy), budget, trace.link, first=recorded.first) for policy in policies
     }
     done(f"{spec.model}: traced and simulated")
-    found: dict[str, list[_Found]] = {policy: [] for policy in policies}
-    together = groups(policies, max(2, 1 + fitting(recorded.process_bytes, spec.device) - len(PLAINS)))
-    for number in range(processes):
-        for group in together:
-            limited = {name: replace(spec, mode="delta", policy=name, activations=activations) for name in group}
-            for policy, one in _train(spec, limited, timed_steps).items():
-                found[policy].append(one)
-        done(f"{spec.model}: {number + 1} of {processes} processes")
-    rows = [_row(policy, runs[policy], found[policy]) for policy in policies]
+    plain = train(spec, timed_steps)
+    rows: list[Row] = []
+    for policy in policies:
+        limited = replace(spec, mode="delta", policy=policy, activations=activations)
+        rows.append(_row(policy, runs[policy], train(limited, timed_steps), plain))
+        done(f"{spec.model}: {policy}")
     return Prediction(
         model=spec.model,
         batch=spec.sizes["batch"],
         activations=activations,
         timed_steps=timed_steps,
-        processes=processes,
         threads=spec.threads,
         machine=facts,
         rows=tuple(rows),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What one process under a policy did, beside the plain ones."""
+def _row(policy: str, run: Run, found: Trained, plain: Trained) -> Row:
+    def same(what: str) -> bool:
+        return [step[what] for step in found.steps] == [step[what] for step in plain.steps]
 
-    same_gradients: bool
-    same_losses: bool
-    peak_bytes: int
-    counted_peak_bytes: int
-    overhead: float
-
-
-def _train(plain: Spec, limited: Mapping[str, Spec], timed_steps: int) -> dict[str, _Found]:
-    """Plain processes and one under each policy, in turn; each round begins with another."""
-    last = WARM_UP_STEPS + timed_steps
-    specs = {**dict.fromkeys(PLAINS, plain), **limited}
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
-    with ExitStack() as stack:
-        workers = {name: stack.enter_context(WorkerProcess(spec, KEEPS_PAGES)) for name, spec in specs.items()}
-        for worker in workers.values():
-            worker.wait_ready()
-        for name, index in rounds(list(specs), last + 1):
-            asked = {"do": "step", "index": index, "count": index == last, "settle": index in SETTLING_STEPS}
-            answers[name].append(workers[name].ask(asked))
-        reports = {name: workers[name].ask({"do": "finish"})["report"] for name in limited}
-
-    def overhead(name: str) -> float:
-        timed = range(WARM_UP_STEPS, last)
-        plain_ns = [median(answers[each][index]["passes_ns"] for each in PLAINS) for index in timed]
-        return float(median(answers[name][index]["passes_ns"] for index in timed) / median(plain_ns))
-
-    def same(name: str, what: str) -> bool:
-        return [answer[what] for answer in answers[name]] == [answer[what] for answer in answers[PLAINS[0]]]
-
-    return {
-        name: _Found(
-            same_gradients=same(name, "gradients"),
-            same_losses=same(name, "loss"),
-            peak_bytes=int(reports[name]["peak_activation_bytes"]),
-            counted_peak_bytes=answers[name][last]["counted_peak_bytes"],
-            overhead=overhead(name),
-        )
-        for name in limited
-    }
-
-
-def _row(policy: str, run: Run, found: Sequence[_Found]) -> Row:
+    assert found.counted_peak_bytes is not None
     return Row(
         policy=policy,
-        gradients_identical=all(one.same_gradients for one in found),
-        losses_identical=all(one.same_losses for one in found),
+        gradients_identical=same("gradients"),
+        losses_identical=same("loss"),
         limit_bytes=run.budget_bytes,
-        peak_bytes=max(one.peak_bytes for one in found),
-        counted_peak_bytes=max(one.counted_peak_bytes for one in found),
+        peak_bytes=int(found.end["report"]["peak_activation_bytes"]),
+        counted_peak_bytes=found.counted_peak_bytes,
         predicted_peak_bytes=run.peak_bytes,
-        overhead=median(one.overhead for one in found),
+        overhead=_passes_ns(found.timed) / _passes_ns(found.beside),
         predicted_overhead=run.overhead,
         status=str(run.status),
     )
+
+
+def _passes_ns(steps: Sequence[Answer]) -> float:
+    return float(median(step["passes_ns"] for step in steps))

@@ -6,7 +6,8 @@ import os
 import threading
 import time
 import weakref
-from contextlib import ContextDecorator, ExitStack
+from collections.abc import Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -101,6 +102,7 @@ class evict(ContextDecorator):
         self._core: Core | None = None
         self._stack: ExitStack | None = None
         self._tracer: Tracer | None = None
+        self._switch: _Switch | None = None
 
     # -- the block ------------------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
@@ -125,6 +127,20 @@ class evict(ContextDecorator):
             error.add_note(_HOOKS_REFUSED)
         if self._core is not None and kind is None:
             self._core.raise_warnings()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Between two steps of an open block: what runs in here is plain PyTorch, with no hooks and no recorder, and
+        the block learns nothing of it. To compare both within one process."""
+        assert self._switch is not None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert hooks is not None
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with self._switch.held_off():
+                yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
     @property
     def traces(self) -> tuple[Path, ...]:
@@ -198,7 +214,7 @@ class evict(ContextDecorator):
             self._tracer = Tracer(core, hooks, self._trace, _measured(device))
             stack.callback(self._tracer.finish)
         recorder = Recorder(core) if self._tracer is None else TimedRecorder(core, self._tracer)
-        switch = _Switch(recorder, core, self._tracer)
+        self._switch = switch = _Switch(recorder, core, self._tracer)
         stack.callback(switch.off)
         core.at_pack, core.at_unpack = switch.follow, switch.step_aside
         switch.follow()
@@ -245,6 +261,7 @@ class _Switch:
         self._depth = core.modes_below = torch._C._len_torch_dispatch_stack()
         self._compiled_calls = compiled_calls()
         self._on: list[TorchDispatchMode] = []  # the last one on top
+        self._held_off = False
 
     def follow(self) -> None:
         """Do as the engine and the tracer want, if the stack allows it now."""
@@ -289,7 +306,20 @@ class _Switch:
     def off(self) -> None:
         self._turn([])
 
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Off, whatever is asked for meanwhile; afterwards as the engine and the tracer want."""
+        self._held_off = True
+        self.off()
+        try:
+            yield
+        finally:
+            self._held_off = False
+            self.follow()
+
     def _wanted(self) -> list[TorchDispatchMode]:
+        if self._held_off:
+            return []
         if self._tracer is not None and self._tracer.wanted:
             return [self._tracer, self._recorder]  # a trace tells what recording takes
         return [self._recorder] if self._core.engine.wants_recorder else []

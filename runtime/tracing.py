@@ -31,12 +31,10 @@ def plain_spec(model: str, sizes: Mapping[str, int], *, threads: int, device: st
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A trace, that of the first step of the same training, and the most memory that the process which made them took:
-    of the device, or resident on a CPU."""
+    """A trace, and that of the first step of the same training."""
 
     trace: Trace
     first: Trace
-    process_bytes: int
 
 
 def record(spec: Spec) -> Recorded:
@@ -49,14 +47,13 @@ def record(spec: Spec) -> Recorded:
             worker.wait_ready()
             for index in range(TRACED_STEPS):
                 worker.ask({"do": "step", "index": index})
-            end = worker.ask({"do": "finish"})
+            worker.ask({"do": "finish"})
         recording = Recording(path, steps=TRACED_STEPS)
         first, *traces = (read(recording.file(number)) for number in range(TRACED_STEPS))
     warm = traces[COLD_STEPS - 1 :]
     fastest = min(warm, key=lambda trace: trace.base_ns)
     usual = _median([trace.bookkeeping for trace in warm])
-    process_bytes = int(end["peak_reserved_bytes"] or end["peak_rss_bytes"])
-    return Recorded(replace(fastest, bookkeeping=usual), first, process_bytes)
+    return Recorded(replace(fastest, bookkeeping=usual), first)
 
 
 def _median(steps: Sequence[Bookkeeping]) -> Bookkeeping:

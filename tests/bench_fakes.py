@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from delta.errors import DeltaError
+from delta.runtime import side_by_side
 from delta.runtime.bench import measure as measuring
 from delta.runtime.bench.measure import measure
 from delta.runtime.bench.options import CUDA_WAYS, BenchOptions
@@ -24,7 +25,8 @@ ALLOCATED = {"plain": 5000, "checkpoint": 3000, "delta 40%": 2900}
 
 
 class FakeWorker:
-    """Step times are `FACTORS` per step number. A counted step seems to take no time. save_on_cpu fails in step 3."""
+    """Step times are `FACTORS` per step number, those of plain steps beside as plain's. A counted step seems to take no
+    time. save_on_cpu fails in step 3."""
 
     def __init__(self, told: Spec, settings: Mapping[str, str] | None = None) -> None:
         self.told = told
@@ -46,31 +48,35 @@ class FakeWorker:
             report = {"swapped_out_bytes": 3, "swapped_in_bytes": 4, "recomputed_bytes": 5, "peak_activation_bytes": 6}
             report |= {"modes": {"idle": 7}, "warnings": ["of budgets"], "budget_bytes": 400}
             end = {"parameters": "p", "start_rss_bytes": 1, "peak_rss_bytes": 70 if delta_side else 100}
-            end |= {"host_peak_bytes": 3 if delta_side else None, "peak_device_bytes": None}
+            end |= {
+                "host_peak_bytes": 3 if delta_side else None,
+                "peak_device_bytes": None,
+                "peak_reserved_bytes": None,
+            }
             return end | {"rss_method": "m", "report": report if delta_side else None, "counted_peak_bytes": 9999}
         if self.told.mode == "save_on_cpu" and request["index"] == 3:
             raise DeltaError("killed\nin pieces")
-        time_ns = 1 if request["count"] else FACTORS.get(self.name, 100) * (request["index"] + 1)
-        answer: dict[str, Any] = {"time_ns": time_ns, "loss": "0x1p+0", "gradients": "g"}
-        if request["count"]:
-            counted = {None: 1000, "100%": 1000, "40%": 380 + request["index"]}[self.told.activations]
-            answer["counted_peak_bytes"] = counted if self.told.mode in ("plain", "delta") else None
-        if request["allocated"]:
+        counted, plain = request.get("count"), request["do"] == "plain step"
+        time_ns = 1 if counted else (100 if plain else FACTORS.get(self.name, 100)) * (request["index"] + 1)
+        answer: dict[str, Any] = {"time_ns": time_ns, "passes_ns": time_ns // 2, "loss": "0x1p+0", "gradients": "g"}
+        if counted:
+            nbytes = {"40%": 380 + request["index"]}.get(self.told.activations or "", 1000)
+            answer["counted_peak_bytes"] = nbytes if self.told.mode in ("plain", "delta") else None
+        if request.get("allocated"):
             answer["allocated_peak_bytes"] = ALLOCATED.get(self.name, 5000)
         return answer
 
 
 def fake_floors(trace: Trace, policy: object, budgets: list[object], link: object) -> list[Floor]:
-    """Of the two budgets of `TINY`: nothing, and a tenth of plain's step."""
-    return [Floor(extra_ns, 400, 10, 10) for extra_ns in (0, 45)]
+    """Of the two budgets of `TINY`: nothing, and a fifth of forward and backward, which are half of plain's step."""
+    return [Floor(extra_ns, 400, 10, 10) for extra_ns in (0, 80)]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the benchmark talk to them."""
     trace: Any = type("FakeTrace", (), {"link": None})()
-    monkeypatch.setattr(measuring, "WorkerProcess", FakeWorker)
-    monkeypatch.setattr(measuring, "WARM_UP_STEPS", 3)
-    monkeypatch.setattr(measuring, "record", lambda spec: Recorded(trace, trace, 1))
+    monkeypatch.setattr(side_by_side, "WorkerProcess", FakeWorker)
+    monkeypatch.setattr(measuring, "record", lambda spec: Recorded(trace, trace))
     monkeypatch.setattr(measuring, "floors", fake_floors)
 
 

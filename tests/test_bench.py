@@ -16,18 +16,19 @@ from bench_fakes import TINY, FakeWorker, install, measured_with_fakes, row, spe
 from typer.testing import CliRunner
 
 from delta.errors import DeltaError
+from delta.runtime import side_by_side
 from delta.runtime.bench import __main__ as command_line
 from delta.runtime.bench import measure as measuring
 from delta.runtime.bench import options as choosing
-from delta.runtime.bench.measure import fitting, groups, level_with_rivals, measure, turns
+from delta.runtime.bench.measure import level_with_rivals, measure
 from delta.runtime.bench.options import CPU_WAYS, BenchOptions, Way, default_models, left_out
 from delta.runtime.bench.pages import read_bench
 from delta.runtime.bench.result import BenchResult, Row
-from delta.runtime.demo import Side
 from delta.runtime.demo_worker import Spec, serve
 from delta.runtime.facts import machine_facts
 from delta.runtime.pages import to_json
 from delta.simulate.floor import Floor
+from delta.units import Share
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,7 +64,7 @@ def test_the_ways() -> None:
     ("wrong", "says"),
     [
         ({"steps": 0}, "steps=0: must be at least 1"),
-        ({"at_once": 1}, "at_once=1: plain has to run beside each"),
+        ({"threads": 0}, "threads=0: must be at least 1"),
         ({"ways": ("gist",)}, "way='gist': known are plain, checkpoint"),
         ({"budgets": ("8 apples",)}, "budgets='8 apples': the unit 'apples' is unknown"),
         ({"models": ("vgg",)}, "model='vgg': known are byte-gpt"),
@@ -95,68 +96,6 @@ def test_quick_is_tiny_on_a_cpu_and_small_on_cuda() -> None:
 # --- who does what ----------------------------------------------------------------------------------------------------
 
 
-def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three warm-up steps, one timed, one counted; each round begins with the next way. Counted: the first and last."""
-    monkeypatch.setattr(measuring, "WARM_UP_STEPS", 3)
-    found = list(turns("abc", 1))
-    assert "".join(name for name, _, _ in found) == "abcbcacababcbca"
-    assert [(index, counted["count"], counted["allocated"]) for name, index, counted in found if name == "a"] == [
-        (0, True, False),
-        (1, False, False),
-        (2, False, False),
-        (3, False, False),
-        (4, True, True),
-    ]
-
-
-def test_searches_are_waited_for_before_the_timed_steps() -> None:
-    settled = [index for _, index, asked in turns("a", 2) if asked["settle"]]
-    assert settled
-    assert max(settled) < measuring.WARM_UP_STEPS - 1, "the plan is followed once before times count"
-
-
-def test_groups_hold_no_more_than_fit_beside_a_plain_one() -> None:
-    ways = [Way(str(number)) for number in range(7)]
-    for at_once in range(2, 10):
-        found = groups(ways, at_once)
-        assert sorted(way.mode for group in found for way in group) == [way.mode for way in ways]
-        assert all(1 + len(group) <= at_once for group in found)
-        assert len(found) == -(-7 // (at_once - 1))
-    assert groups([], 4) == [[]]
-
-
-def test_as_many_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    free: Any = type("Facts", (), {"available_bytes": 1000})()
-    monkeypatch.setattr("delta.runtime.monitor.host_facts", lambda: free)
-    assert [fitting(nbytes, "cpu") for nbytes in (100, 350, 900)] == [7, 2, 2]
-
-
-def test_each_group_is_compared_with_its_own_plain(fake_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    class Slower(FakeWorker):
-        """The second plain process is twice as slow."""
-
-        def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
-            super().__init__(told, settings)
-            made.append(self.name)
-            self.second = self.name == "plain" and made.count("plain") > 1
-
-        def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-            answer = super().ask(request)
-            return {**answer, "time_ns": 2 * answer["time_ns"]} if self.second and "time_ns" in answer else answer
-
-    monkeypatch.setattr(measuring, "WorkerProcess", Slower)
-    found = measure(replace(TINY, ways=("delta", "checkpoint"), at_once=3), "byte-gpt")
-    assert made == ["plain", "delta 100%", "checkpoint", "plain", "delta 40%"]
-    assert {row.way: row.time_ratio for row in found.rows} == {
-        "plain": 1.0,
-        "delta 100%": 1.1,
-        "checkpoint": 1.3,
-        "delta 40%": 0.6,
-    }
-
-
 def test_only_the_last_budget_writes_a_timeline(fake_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Spec] = []
 
@@ -165,7 +104,7 @@ def test_only_the_last_budget_writes_a_timeline(fake_processes: None, monkeypatc
             super().__init__(spec, settings)
             told.append(spec)
 
-    monkeypatch.setattr(measuring, "WorkerProcess", Noting)
+    monkeypatch.setattr(side_by_side, "WorkerProcess", Noting)
     measure(TINY, "byte-gpt", timeline=Path("t.jsonl"))
     assert [spec.activations for spec in told if spec.timeline == "t.jsonl"] == ["40%"]
     assert all(spec.overrides == {"filter.min_bytes": 0} for spec in told)
@@ -197,29 +136,31 @@ def test_delta_is_measured_with_what_a_rival_takes() -> None:
     assert level(500) == []
 
 
-def test_a_budget_that_is_level_with_a_rival_is_measured_too(
+def test_budgets_that_are_level_with_a_rival_are_measured_too(
     fake_processes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "level_with_rivals", lambda rows: [Way("delta", "40%")] if len(rows) == 3 else [])
-    asked: list[list[str]] = []
-    floors = measuring.floors
-    monkeypatch.setattr(
-        measuring,
-        "floors",
-        lambda trace, policy, budgets, link: (asked.append(budgets), floors)[1](trace, policy, budgets, link),
-    )
+    """Aimed again from what the last one took, none of them twice, and not for ever."""
+    aims = {3: ["40%"], 4: ["40%", "30%"], 5: ["20%"], 6: ["10%"]}
+    monkeypatch.setattr(measuring, "level_with_rivals", lambda rows: [Way("delta", b) for b in aims[len(rows)]])
+    asked: list[Any] = []
+
+    def floors(trace: object, policy: object, budgets: list[Any], link: object) -> list[Floor]:
+        asked.extend(budgets)
+        return [Floor(budget.fraction * 100, 400, 10, 10) for budget in budgets]
+
+    monkeypatch.setattr(measuring, "floors", floors)
     model = measure(replace(TINY, budgets=("100%",), ways=("plain", "checkpoint", "delta")), "byte-gpt")
-    assert [found.way for found in model.rows] == ["plain", "checkpoint", "delta 100%", "delta 40%"]
+    assert [row.way for row in model.deltas] == ["delta 100%", "delta 40%", "delta 30%", "delta 20%"]
+    assert asked == [Share(1.0), Share(0.4), Share(0.3), Share(0.2)]
     found = model.delta("40%")
-    assert found is not None and (found.time_ratio, found.floor_ratio) == (1.2, 1.1)
-    assert len(asked[0]) == 2
+    assert found is not None and (found.time_ratio, found.floor_ratio) == (1.2, 1 + 0.4 * 100 / 400 / 2)
 
 
 def test_figures_of_a_way(measured: BenchResult) -> None:
-    """Two timed steps, numbers 4 and 5: 120 · 4 and 120 · 5 against 400 and 500. Counted in steps 0 and 5."""
+    """Two timed steps, numbers 8 and 9: 120 · 9 and 120 · 10 against 900 and 1000. Counted in steps 0 and 6."""
     assert measured.models[0].delta("40%") == Row(
         way="delta 40%",
-        step_time_ns=540,
+        step_time_ns=1140,
         time_ratio=1.2,
         time_ratio_least=1.2,
         time_ratio_most=1.2,
@@ -227,8 +168,8 @@ def test_figures_of_a_way(measured: BenchResult) -> None:
         gradients="identical",
         peak_rss_bytes=70,
         rss_ratio=0.7,
-        counted_peak_bytes=385,
-        activation_ratio=0.385,
+        counted_peak_bytes=386,
+        activation_ratio=0.386,
         peak_allocated_bytes=2900,
         allocated_ratio=0.58,
         host_bytes=3,
@@ -266,19 +207,21 @@ def test_plain_must_not_fail(fake_processes: None, monkeypatch: pytest.MonkeyPat
         def wait_ready(self) -> None:
             raise DeltaError("plain is out of order")
 
-    monkeypatch.setattr(measuring, "WorkerProcess", Failing)
+    monkeypatch.setattr(side_by_side, "WorkerProcess", Failing)
     with pytest.raises(DeltaError, match="plain is out of order"):
         measure(TINY, "byte-gpt")
 
 
-def test_one_bit_is_a_difference(monkeypatch: pytest.MonkeyPatch, fake_processes: None) -> None:
-    honest = measuring.side_from
+def test_one_bit_is_a_difference(fake_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flipping(FakeWorker):
+        """Delta's last step has another gradient."""
 
-    def flipped(steps: Any, end: Any) -> Side:
-        side = honest(steps, end)
-        return replace(side, gradients=("g",) * 5 + ("h",)) if end["report"] else side
+        def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+            answer = super().ask(request)
+            flips = self.told.mode == "delta" and request == {"do": "step", "index": side_by_side.STEPS_BEFORE + 1}
+            return {**answer, "gradients": "h"} if flips else answer
 
-    monkeypatch.setattr(measuring, "side_from", flipped)
+    monkeypatch.setattr(side_by_side, "WorkerProcess", Flipping)
     found = measure(TINY, "byte-gpt")
     assert {row.way: row.gradients for row in found.rows} == {
         "plain": "identical",

@@ -108,7 +108,7 @@ def test_the_table_leaves_out_what_nobody_measured_and_says_why_a_way_is_missing
     heading = next(line for line in shown if line.startswith("model"))
     assert "floor" in heading and "reserved" not in heading
     limited = next(line for line in shown if line.startswith("byte-gpt  delta 40%"))
-    cells = ["byte-gpt", "delta 40%", "540 ns", "1.200", "1.20 to 1.20", "1.100", "385 B", "0.385", "2.83 KiB", "0.580"]
+    cells = ["byte-gpt", "delta 40%", "1.14 µs", "1.200", "1.20 to 1.20", "1.100", "386 B", "0.386", "2.83 KiB", "0.580"]
     assert re.split(r"  +", limited) == [*cells, "70 B", "0.700", "3 B", "7 B", "identical"]
     failed = next(line for line in shown if line.startswith("byte-gpt  save_on_cpu"))
     assert failed.endswith("failed: killed") and "in pieces" not in text(measured)
@@ -120,7 +120,7 @@ def test_the_table_leaves_out_what_nobody_measured_and_says_why_a_way_is_missing
 def test_the_sentence(measured: BenchResult) -> None:
     sentence = headline(measured)
     assert sentence is not None
-    assert "saved activations peak at **38.5%** and resident memory at **70.0%**" in sentence
+    assert "saved activations peak at **38.6%** and resident memory at **70.0%**" in sentence
     assert "in **1.20** times its step time; `torch.utils.checkpoint` on every block takes 1.30 times" in sentence
     assert sentence.endswith("All gradients have the same bits.")
     different = headline(with_row(measured, "delta 40%", gradients="different"))

@@ -1,18 +1,17 @@
 """The simulator beside the real CPU engine: every shipped policy trains, holds its budget, and was foretold."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from delta.engine import MISSED
 from delta.errors import DeltaError
-from delta.runtime import predict_measure, tracing
+from delta.runtime import predict_measure, side_by_side, tracing
 from delta.runtime.demo import DemoOptions
 from delta.runtime.demo_worker import COLD_STEPS, TRACED_STEPS, Spec, Trainer
 from delta.runtime.predict import figures
@@ -133,7 +132,6 @@ def test_a_result_survives_json_and_fills_a_table() -> None:
         batch=4,
         activations="50%",
         timed_steps=2,
-        processes=3,
         threads=1,
         machine={"day": "today"},
         rows=(a_row(),),
@@ -154,50 +152,44 @@ STANDING = {"plain": 0, "recompute": 10, "dtr": 20}  # percent
 
 
 class FakeWorker:
-    """A process under a policy is slower than a plain one by `STANDING`, and 30 % more if it is the second of them. One
-    plain process in three is, too. The last process under `dtr` gets another loss in its third step."""
-
-    made: ClassVar[Counter[str]] = Counter()
-    together = 0
+    """A process under a policy is slower than plain by `STANDING`. The one under `dtr` gets another loss in its third
+    step."""
 
     def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
         self.name = told.policy if told.mode == "delta" else "plain"
-        self.made[self.name] += 1
-        self.number = self.made[self.name]
 
     def __enter__(self) -> "FakeWorker":
-        FakeWorker.together += 1
         return self
 
     def __exit__(self, *exc: object) -> None:
-        FakeWorker.together -= 1
+        pass
 
     def wait_ready(self) -> None:
-        assert self.together <= 5
+        pass
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["do"] == "finish":
-            return {"report": {"peak_activation_bytes": 40 + self.number}}
-        slow = self.number % 3 == 2 if self.name == "plain" else self.number == 2
-        slower = STANDING[self.name] + (30 if slow else 0)
-        other = self.name == "dtr" and self.number == 3 and request["index"] == 2
+            return {"report": {"peak_activation_bytes": 43}}
+        slower = STANDING[self.name] if request["do"] == "step" else 0
+        other = self.name == "dtr" and request["index"] == 2
         answer = {"passes_ns": 1000 * (100 + slower), "gradients": "g", "loss": "1" if other else "0"}
-        return answer | ({"counted_peak_bytes": 30 + self.number} if request["count"] else {})
+        return answer | ({"counted_peak_bytes": 30 + request["index"]} if request.get("count") else {})
 
 
-def test_several_processes_are_compared_with_plain_ones_of_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeWorker.made.clear()
-    monkeypatch.setattr(predict_measure, "WorkerProcess", FakeWorker)
-    monkeypatch.setattr(predict_measure, "record", lambda spec: Recorded(STEP, STEP, 1000))
+def test_policies_are_compared_with_plain_steps_beside_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "WorkerProcess", FakeWorker)
+    monkeypatch.setattr(predict_measure, "record", lambda spec: Recorded(STEP, STEP))
     monkeypatch.setattr(predict_measure, "machine_facts", dict)
     told: list[str] = []
-    result = predict(SMALL["byte-gpt"], ["recompute", "dtr"], "50%", 2, processes=3, done=told.append)
-    assert FakeWorker.made == {"plain": 9, "recompute": 3, "dtr": 3} and FakeWorker.together == 0
+    result = predict(SMALL["byte-gpt"], ["recompute", "dtr"], "50%", 2, done=told.append)
     recompute, dtr = result.rows
     assert (recompute.overhead, dtr.overhead) == (1.1, 1.2)
-    assert (recompute.peak_bytes, recompute.counted_peak_bytes) == (43, 33)
+    assert (recompute.peak_bytes, recompute.counted_peak_bytes) == (43, 36)
     assert recompute.losses_identical and dtr.gradients_identical and not dtr.losses_identical
-    assert (result.processes, result.timed_steps, len(told)) == (3, 2, 4)
+    assert (result.timed_steps, told) == (
+        2,
+        [f"byte-gpt: {what}" for what in ("traced and simulated", "recompute", "dtr")],
+    )
 
 
 class Tracing:
@@ -222,13 +214,13 @@ class Tracing:
         pass
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return {"peak_reserved_bytes": None, "peak_rss_bytes": 123}
+        return {}
 
 
 def test_the_fastest_step_is_taken_and_what_delta_s_own_work_takes_as_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "WorkerProcess", Tracing)
     recorded = tracing.record(SMALL["byte-gpt"])
-    assert (recorded.trace.base_ns, recorded.first.base_ns, recorded.process_bytes) == (70, 800, 123)
+    assert (recorded.trace.base_ns, recorded.first.base_ns) == (70, 800)
     assert recorded.trace.bookkeeping == Bookkeeping(op_ns=7, save_ns=13)
 
 

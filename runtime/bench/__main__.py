@@ -65,7 +65,6 @@ def compare(
     device: Device = "cpu",
     policy: Annotated[str, typer.Option(help="Delta's policy: a shipped one or a YAML file.")] = "delta",
     autocast: Autocast = None,
-    at_once: Annotated[int, typer.Option(help="Processes that share the machine; 0: as many as fit.")] = 0,
     quick: Quick = False,
     timeline: Annotated[
         Path | None, typer.Option(help="Write the timeline of the first model under the last budget to this file.")
@@ -78,7 +77,7 @@ def compare(
         Path | None, typer.Option(help="Only draw the README's picture: the demo with and without a limit, as SVG.")
     ] = None,
 ) -> None:
-    """Train models in several ways, step by step in turn, and compare times, memory and every bit of the gradients."""
+    """Train models in several ways, in turn with plain steps; compare times, memory and every bit of the gradients."""
     if context.invoked_subcommand is not None:
         return
     if picture is not None:
@@ -98,7 +97,6 @@ def compare(
             policy=policy,
             quick=quick,
             autocast=on_cuda if autocast is None else autocast,
-            at_once=at_once,
         )
         if not models:
             for name in left_out(device, quick):

@@ -40,8 +40,7 @@ class Way:
 class BenchOptions:
     """What the benchmark measures. Raises DeltaError for what cannot be.
 
-    ``quick``: on a CPU tiny sizes, on CUDA those for a CPU. ``at_once``: processes that share the machine; 0 for as
-    many as fit.
+    ``quick``: on a CPU tiny sizes, on CUDA those for a CPU.
     """
 
     models: tuple[str, ...]
@@ -54,14 +53,11 @@ class BenchOptions:
     policy: str = "delta"
     quick: bool = False
     autocast: bool = False
-    at_once: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("threads", 1), ("at_once", 0)):
-            if getattr(self, name) < least:
-                raise DeltaError(f"{name}={getattr(self, name)}: must be at least {least}")
-        if self.at_once == 1:
-            raise DeltaError("at_once=1: plain has to run beside each of the others; give 2 or more, or 0")
+        for name in ("steps", "threads"):
+            if getattr(self, name) < 1:
+                raise DeltaError(f"{name}={getattr(self, name)}: must be at least 1")
         unknown = [way for way in self.ways if way not in CUDA_WAYS]
         if unknown:
             raise DeltaError(f"way={unknown[0]!r}: known are {', '.join(CUDA_WAYS)}")

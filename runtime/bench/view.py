@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from delta.runtime import pages
 from delta.runtime.bench.goals import Goal, goals
 from delta.runtime.bench.result import BenchResult, Row
-from delta.runtime.demo_process import WARM_UP_STEPS
+from delta.runtime.side_by_side import STEPS_BEFORE
 from delta.text import aligned
 from delta.units import Share, format_bytes, format_ns, parse_size
 
 HEADLINE = "byte-gpt"  # the model of the README's sentence: everybody has it
 _LEGEND = {
     "step": "median step time, Delta's replays and waits included, after the warm-up",
-    "range": "of the ratios of single steps, each to plain's of the same round",
+    "range": "of the ratios of single steps, each to the plain step beside it",
     "floor": "the step time over plain's that this model and budget need at least, by the best plan known",
     "activations": "most bytes of saved activations on the device, counted outside of Delta; -: cannot be counted",
     "allocated": "most bytes allocated at once, parameters and optimizer included",
@@ -56,7 +56,7 @@ def setting(result: BenchResult) -> str:
     models = "; ".join(f"{model.model} ({_sizes(model.sizes)})" for model in result.models)
     return (
         f"{models}: on {options.device} with {options.threads} threads, {precision}, AdamW; {options.steps} timed "
-        f"steps after {WARM_UP_STEPS} others; policy {options.policy}"
+        f"steps after {STEPS_BEFORE} others; policy {options.policy}"
     )
 
 

@@ -1,0 +1,149 @@
+"""A plain training beside another in one process: who does which step, and that neither touches the other."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from bench_fakes import TINY, spec
+from torch import nn
+
+import delta
+from delta.runtime import side_by_side
+from delta.runtime.demo_worker import Spec, Trainer, serve
+from delta.runtime.side_by_side import COUNTED_STEPS, SETTLING_STEPS, STEPS_BEFORE, train
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),  # so small that one op's tensors are over it
+]
+DELTA = spec(mode="delta", activations="40%", overrides=TINY.overrides)
+STEPS = 12
+
+
+class Noting:
+    """A process that notes what it is asked and answers with its number."""
+
+    asked: list[Mapping[str, Any]]
+
+    def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
+        type(self).asked = []
+
+    def __enter__(self) -> "Noting":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def wait_ready(self) -> None:
+        pass
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self.asked.append(request)
+        return {"number": len(self.asked) - 1, "counted_peak_bytes": None if request.get("index") else 7}
+
+
+@pytest.fixture
+def noting(monkeypatch: pytest.MonkeyPatch) -> type[Noting]:
+    monkeypatch.setattr(side_by_side, "WorkerProcess", Noting)
+    return Noting
+
+
+def names(asked: list[Mapping[str, Any]]) -> str:
+    return " ".join(f"{'p' if one['do'] == 'plain step' else ''}{one['index']}" for one in asked if "index" in one)
+
+
+def test_timed_steps_are_in_turns_with_plain_ones_and_each_round_begins_with_the_other(noting: type[Noting]) -> None:
+    found = train(DELTA, 3)
+    assert names(noting.asked) == "0 1 2 3 4 5 6 7 p6 p7 p8 8 9 p9 p10 10"
+    assert [one["number"] for one in found.timed] == [11, 12, 15]
+    assert [one["number"] for one in found.beside] == [10, 13, 14]
+    assert noting.asked[-1] == {"do": "finish"} and found.end["number"] == 16
+    assert found.counted_peak_bytes == 7 and found.allocated_peak_bytes is None
+
+
+def test_plain_has_nothing_beside_it(noting: type[Noting]) -> None:
+    found = train(spec(), 2)
+    assert names(noting.asked) == "0 1 2 3 4 5 6 7 8 9" and not found.beside and len(found.timed) == 2
+
+
+def test_what_is_counted_and_waited_for_is_not_timed(noting: type[Noting]) -> None:
+    train(DELTA, 3)
+    steps = [one for one in noting.asked if one["do"] == "step"]
+    assert tuple(one["index"] for one in steps if one.get("count")) == COUNTED_STEPS
+    assert tuple(one["index"] for one in steps if one.get("settle")) == SETTLING_STEPS
+    assert [one["index"] for one in steps if one.get("allocated")] == [COUNTED_STEPS[-1]]
+    assert max(SETTLING_STEPS) < STEPS_BEFORE - 2, "the plan is followed twice before times count"
+
+
+def converse(told: Spec, *requests: Mapping[str, Any]) -> list[dict[str, Any]]:
+    answers = StringIO()
+    serve([json.dumps(asdict(told)), *map(json.dumps, requests)], answers)
+    return [json.loads(line) for line in answers.getvalue().splitlines()][1:]
+
+
+def test_neither_training_touches_the_other() -> None:
+    """Bits of both are those of either alone, and Delta does what it does alone: it learns and evicts nothing of the
+    plain one."""
+    steps = [{"do": "step", "index": index} for index in range(4)]
+    beside = [{"do": "plain step", "index": index} for index in range(4)]
+    between = [request for pair in zip(steps, beside, strict=True) for request in pair]
+    *alone, end = converse(DELTA, *steps, {"do": "finish"})
+    *both, end_of_both = converse(DELTA, *between, {"do": "finish"})
+    plain = converse(spec(), *steps)
+    assert [one["gradients"] for one in both[::2]] == [one["gradients"] for one in alone]
+    assert [one["gradients"] for one in both[1::2]] == [one["gradients"] for one in plain]
+    assert end_of_both["parameters"] == end["parameters"]
+    figures = ("steps", "modes", "unevicted_peak_activation_bytes", "budget_bytes")
+    assert {key: end_of_both["report"][key] for key in figures} == {key: end["report"][key] for key in figures}
+    assert end["report"]["evictions"] and end_of_both["report"]["evictions"]
+
+
+def test_peaks_are_those_of_before_the_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(DELTA)
+    resident = iter([100, 900])
+    monkeypatch.setattr("delta.runtime.demo_measure.ResidentPeak.read", lambda _: next(resident))
+    trainer.step(0)
+    trainer.plain_step(0)
+    trainer.plain_step(1)
+    assert trainer.finish()["peak_rss_bytes"] == 100
+
+
+@pytest.fixture
+def session() -> Iterator[tuple[delta.evict, nn.Module]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    policy = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    with delta.evict(model, activations="40%", policy=policy) as run:
+        yield run, model
+
+
+def one_step(model: nn.Module) -> None:
+    model(torch.randn(32, 64)).square().mean().backward()
+    model.zero_grad()
+
+
+def modes_on() -> int:
+    return torch._C._len_torch_dispatch_stack()
+
+
+def test_a_block_that_is_paused_sees_nothing(session: tuple[delta.evict, nn.Module]) -> None:
+    """Also where an optimizer has stepped in between, after which the recorder is put back otherwise."""
+    run, model = session
+    for _ in range(3):
+        one_step(model)
+    before = replace(run.report(), overhead_ns=0)
+    assert modes_on() == 1
+    optimizer = torch.optim.SGD(model.parameters())
+    with run._paused():
+        one_step(model)
+        optimizer.step()
+        assert modes_on() == 0
+        one_step(model)
+    assert modes_on() == 1
+    assert replace(run.report(), overhead_ns=0) == before
+    one_step(model)
+    assert run.report().steps == before.steps + 1 and run.report().modes["planned"] == before.modes["planned"] + 1
