@@ -346,6 +346,19 @@ class Engine:
         self._room.candidates.still_used(records)
         self.learner.still_used({self.ledger[record].saved_at for record in records if record in self.ledger})
 
+    def stays(self, nbytes: int) -> bool:
+        """Whether a saved storage of that size stays as it is until its last handle has died, whatever comes. Not where
+        sizes change from step to step: then one that stays in this step may be evicted in the next."""
+        return nbytes < self.policy.filter.min_bytes and not self.looks
+
+    def asked(self, handle: int, in_backward: bool) -> None:
+        """Somebody asks for the record of a handle that `stays`: there is nothing to decide."""
+        rec = self.ledger[self.ledger.resolve(handle)]
+        if in_backward:
+            self.step_ends.need(rec.stretch)
+        if self.learner.in_step and rec.saved_at >= 0:
+            self.learner.asked()
+
     def need(self, handle: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
         """Somebody asks for the record of a handle, `in_backward` or looking. It stays pinned until `served`."""
         rec = self.ledger[self.ledger.resolve(handle)]

@@ -238,7 +238,7 @@ class Learner:
 
     def loose(self, order: int) -> None:
         """The program holds the storage no longer: only Delta, or nobody, does."""
-        if not self.log.needs and not self.given_up:
+        if not self.log.asked and not self.given_up:
             self.log.loose_at.setdefault(order, len(self.log.saves))
 
     def still_used(self, orders: set[int]) -> None:
@@ -246,7 +246,13 @@ class Learner:
         log = self.log
         log.kept = orders if not log.needs else log.kept & orders
 
+    def asked(self) -> None:
+        """Somebody asks for a saved storage."""
+        self.log.asked = True
+
     def needed(self, order: int, now_ns: int) -> None:
+        """Somebody asks for one that may have gone."""
+        self.asked()
         if self.given_up:
             return
         self.log.needs.append((order, now_ns - (self.began_ns or 0)))
@@ -306,7 +312,7 @@ class Learner:
         beside: Beside,
     ) -> None:
         log, profile = self.log, self._profile_of_step()
-        if profile is None and log.needs and (self.recorded or fitted):
+        if profile is None and log.asked and (fitted or (self.recorded and log.needs)):
             graph = with_beside(build_graph(log, self.min_bytes), beside)
             profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim, beside=beside)
             profile.calls = tuple(log.calls)
@@ -314,7 +320,7 @@ class Learner:
             del self.profiles[KINDS:]
             self._plan(profile, limit_bytes, fitted)
             self.missed = False
-        elif profile is None and log.needs:
+        elif profile is None and log.asked:
             self.missed = True
         elif profile is not None:
             self.profiles.remove(profile)

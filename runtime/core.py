@@ -56,6 +56,7 @@ from delta.types import (
     SwapOut,
 )
 
+_NOTES = 16  # of small storages that are needed no more, until they are let go of
 KEPT_BYTES = 4 * 2**20  # by the allocator, which are worth being asked for
 
 
@@ -144,9 +145,12 @@ class Core:
         """Whether the calling thread is in here: the ops it runs are Delta's own."""
         return self._owner == threading.get_ident()
 
-    def handle_died(self, record: int) -> None:
-        """Called by a dying handle, from anywhere: never raises, never waits."""
+    def handle_died(self, record: int, soon: bool = True) -> None:
+        """Called by a dying handle, from anywhere: never raises, never waits. Unless it is of use `soon` the engine
+        hears of it with what comes next, or when the step may have ended by it."""
         self._inbox.append(("unsaved", record))
+        if not soon and len(self._inbox) < min(_NOTES, self.engine.ledger.own_handles) and not self.closing:
+            return
         if self._lock.acquire(blocking=False):
             try:
                 if self._depth == 0:
@@ -299,8 +303,9 @@ class Core:
             self._step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
-    def saved(self, tensor: Tensor, signature: int, look: Look) -> int:
-        """Autograd saved a tensor; returns its record."""
+    def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool = False) -> int:
+        """Autograd saved a tensor; returns its record. `stays`: it is too small to be evicted, and when the program
+        lets go of it is of no interest."""
         record = self.known(tensor)
         if record is None:
             record = self.create(tensor, Kind.ACTIVATION)
@@ -314,9 +319,10 @@ class Core:
         self._look()
         if self._untimed:
             self._time_ops(wait=False)
-        self._note_loose()
+        if not stays:
+            self._note_loose()
         rec = engine.ledger[record]
-        if rec.saved_at < 0:
+        if rec.saved_at < 0 and not stays:
             self._attached.append(record)
             if engine.encodes:
                 self.encoder.offer(record, tensor)
@@ -357,6 +363,11 @@ class Core:
                 self._attached.append(record)
             self.run(self.engine.prefetch(time.perf_counter_ns()))
             self._look(own=True)
+
+    def fetch_small(self, handle: int) -> torch.UntypedStorage:
+        """The storage of a handle that stays."""
+        self.engine.asked(handle, torch._C._current_graph_task_id() != -1)
+        return self.ready(self.engine.ledger.resolve(handle))
 
     def ready(self, record: int) -> torch.UntypedStorage:
         slot = self.slots[record]

@@ -42,14 +42,15 @@ class Passed:
 class Handle:
     """A saved tensor whose bytes Delta looks after. Its death tells the core that backward is done with it."""
 
-    __slots__ = ("core", "counter", "record", "version", "view")
+    __slots__ = ("core", "counter", "record", "stays", "version", "view")
 
-    def __init__(self, core: Core, record: int, view: View, counter: Tensor, version: int) -> None:
+    def __init__(self, core: Core, record: int, view: View, counter: Tensor, version: int, stays: bool) -> None:
         self.core = core
         self.record = record
         self.view = view
         self.counter = counter
         self.version = version
+        self.stays = stays  # too small to be evicted
 
     def done(self) -> None:
         """Backward is done with it, though it still lives, and what that lets go of has gone. Nobody may ask again."""
@@ -59,7 +60,7 @@ class Handle:
 
     def __del__(self) -> None:
         if self.record != _DONE:
-            self.core.handle_died(self.record)
+            self.core.handle_died(self.record, soon=not self.stays)
 
 
 class Hooks:
@@ -90,11 +91,13 @@ class Hooks:
     def _handle(self, tensor: Tensor, version: int) -> Handle:
         core = self._core
         view = View.of(tensor)
-        signature = hash((view.size, view.stride, view.dtype, tensor.untyped_storage().nbytes()))
+        nbytes = tensor.untyped_storage().nbytes()
+        signature = hash((view.size, view.stride, view.dtype, nbytes))
+        stays = core.engine.stays(nbytes)
         look = Look(hash((len(view.size), view.dtype)), view.size) if core.engine.looks else ANY_LOOK
         with core.entered():
-            record = core.saved(tensor, signature, look)
-        return Handle(core, record, view, counter_of(tensor), version)
+            record = core.saved(tensor, signature, look, stays)
+        return Handle(core, record, view, counter_of(tensor), version, stays)
 
     def _take_over(self) -> None:
         """What was only watched so far does not fit: look after it from here on."""
@@ -125,6 +128,8 @@ class Hooks:
             raise _modified(packed.view.dtype, packed.view.size, packed.counter._version, packed.version)
         core = packed.core
         core.at_unpack()
+        if packed.stays:
+            return over(packed.counter, packed.view.over(core.fetch_small(packed.record)))
         with core.entered():
             storage = core.fetch(packed.record)
         core.raise_warnings()
