@@ -21,7 +21,7 @@ from delta.policies.loader import load, names
 from delta.runtime import zoo
 from delta.runtime.demo_worker import Spec
 from delta.runtime.facts import machine_facts
-from delta.runtime.side_by_side import Answer, Trained, train
+from delta.runtime.side_by_side import Trained, train
 from delta.runtime.tracing import plain_spec, record
 from delta.simulate import Run, simulate
 from delta.types import Action
@@ -150,11 +150,7 @@ def _row(policy: str, run: Run, found: Trained, plain: Trained) -> Row:
         peak_bytes=int(found.end["report"]["peak_activation_bytes"]),
         counted_peak_bytes=found.counted_peak_bytes,
         predicted_peak_bytes=run.peak_bytes,
-        overhead=_passes_ns(found.timed) / _passes_ns(found.beside),
+        overhead=median(found.ratios("passes_ns")),
         predicted_overhead=run.overhead,
         status=str(run.status),
     )
-
-
-def _passes_ns(steps: Sequence[Answer]) -> float:
-    return float(median(step["passes_ns"] for step in steps))

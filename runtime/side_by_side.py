@@ -36,6 +36,11 @@ class Trained:
     def timed(self) -> list[Answer]:
         return self.steps[STEPS_BEFORE:]
 
+    def ratios(self, time: str) -> list[float]:
+        """Of each timed step's time to that of the plain step beside it. A machine that becomes slower halfway moves
+        the median of either side by itself, but not that of these."""
+        return [mine[time] / plain[time] for mine, plain in zip(self.timed, self.beside, strict=True)]
+
     @property
     def counted_peak_bytes(self) -> int | None:
         """The most bytes of saved activations in the steps in which they were counted; None where they cannot be."""
@@ -65,10 +70,11 @@ def train(spec: Spec, timed_steps: int) -> Trained:
         for index in range(STEPS_BEFORE - _WARM_UP_STEPS, STEPS_BEFORE) if paired else ():
             worker.ask({"do": "plain step", "index": index})
         for index in range(STEPS_BEFORE, STEPS_BEFORE + timed_steps):
-            for mine in (True, False)[:: 1 if index % 2 else -1]:  # each round begins with the other
-                if mine:
-                    found.steps.append(worker.ask({"do": "step", "index": index}))
-                elif paired:
-                    found.beside.append(worker.ask({"do": "plain step", "index": index}))
+            turns = ["step", "plain step"] if paired else ["step"]
+            if index % 2 == 0:  # each round begins with the other
+                turns.reverse()
+            for do in turns:
+                answers = found.steps if do == "step" else found.beside
+                answers.append(worker.ask({"do": do, "index": index}))
         found.end.update(worker.ask({"do": "finish"}))
     return found

@@ -17,6 +17,7 @@ def test_each_state_is_the_mode_it_is_called_after() -> None:
     found = measure(count=20, rounds=1, evictions=2)
     assert found.modes == {"watched": "idle", "observed": "observe", "planned": "planned"}
     assert set(found.op_ns) == set(found.pack_ns) == set(found.unpack_ns) == set(STATES)
+    assert set(found.small_pack_ns) == set(found.small_unpack_ns) == set(STATES)
     assert found.decision_ns > 0
     assert f"ns for an op  {found.op_ns['watched']:>7.0f}".split() == str(found).splitlines()[2].split()[:5]
 

@@ -14,7 +14,7 @@ from torch import nn
 import delta
 from delta.runtime import side_by_side
 from delta.runtime.demo_worker import Spec, Trainer, serve
-from delta.runtime.side_by_side import COUNTED_STEPS, SETTLING_STEPS, STEPS_BEFORE, train
+from delta.runtime.side_by_side import COUNTED_STEPS, SETTLING_STEPS, STEPS_BEFORE, Trained, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -77,6 +77,13 @@ def test_what_is_counted_and_waited_for_is_not_timed(noting: type[Noting]) -> No
     assert tuple(one["index"] for one in steps if one.get("settle")) == SETTLING_STEPS
     assert [one["index"] for one in steps if one.get("allocated")] == [COUNTED_STEPS[-1]]
     assert max(SETTLING_STEPS) < STEPS_BEFORE - 2, "the plan is followed twice before times count"
+
+
+def test_each_step_is_compared_with_the_plain_one_beside_it() -> None:
+    """A machine that is slower in the second half: the medians of either side would give 3 / 2."""
+    beside = [{"time_ns": time} for time in (10, 10, 20, 30, 30)]
+    steps = [{}] * STEPS_BEFORE + [{"time_ns": time} for time in (12, 12, 30, 36, 36)]
+    assert Trained(steps, beside).ratios("time_ns") == [1.2, 1.2, 1.5, 1.2, 1.2]
 
 
 def converse(told: Spec, *requests: Mapping[str, Any]) -> list[dict[str, Any]]:

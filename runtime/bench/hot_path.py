@@ -1,9 +1,10 @@
 """``scripts/bench hot-path``: what Delta's Python costs for each op and each saved tensor, and for each decision.
 
-A step of very many tiny ops, so that nearly all of its time is Python's. It runs three times: bare, with ops that save
-nothing, and with ops that save one tensor each; what an op or a saved tensor adds is the difference to bare, and what
-Delta adds to that the difference to plain PyTorch. Some large tensors in every step give a plan something to evict. All
-times are processor time of the one thread that trains, medians of rounds in which everything takes its turn.
+A step of very many tiny ops, so that nearly all of its time is Python's. It runs bare, with ops that save nothing, and
+with ops that save one tensor each, which a policy may evict or finds too small for that; what an op or a saved tensor
+adds is the difference to bare, and what Delta adds to that the difference to plain PyTorch. Some large tensors in every
+step give a plan something to evict. All times are processor time of the one thread that trains, medians of rounds in
+which everything takes its turn.
 
 An op is `recorded` in an observed step, and `passed through` in a planned one that replays another op.
 """
@@ -25,7 +26,7 @@ from delta.runtime.bench.decisions import KINDS, eviction_ns
 from delta.text import aligned
 
 LARGE, LARGE_BYTES = 12, 2**16  # tensors of 64 KiB: what may be evicted
-BARE, OPS, SAVES = "bare", "ops", "saves"
+BARE, OPS, SAVES, SMALL = "bare", "ops", "saves", "small"
 EVICTED_FROM = 1000  # live storages among which an eviction decides
 
 
@@ -42,11 +43,14 @@ STATES = {"watched": State(None, 3), "observed": State("60%", 0), "planned": Sta
 
 @dataclass(frozen=True, slots=True)
 class HotPath:
-    """Nanoseconds of Delta's own: by state what an op, a pack and an unpack cost, and what a decision does."""
+    """Nanoseconds of Delta's own: by state what an op, a pack and an unpack cost, the latter two also of what is too
+    small to be evicted, and what a decision does."""
 
     op_ns: dict[str, float]
     pack_ns: dict[str, float]
     unpack_ns: dict[str, float]
+    small_pack_ns: dict[str, float]
+    small_unpack_ns: dict[str, float]
     decision_ns: float
     modes: dict[str, str]
 
@@ -61,6 +65,8 @@ class HotPath:
                 ("ns for an op", self.op_ns),
                 ("ns for a pack", self.pack_ns),
                 ("ns for an unpack", self.unpack_ns),
+                ("ns for a small pack", self.small_pack_ns),
+                ("ns for a small unpack", self.small_unpack_ns),
             )
         ]
         return "\n".join(
@@ -68,7 +74,8 @@ class HotPath:
                 aligned([head, *rows], right=range(1, len(head)), rule=True),
                 f"ns for a decision to evict one of {EVICTED_FROM:,}: {self.decision_ns:.0f}",
                 "an op: recorded where the step is observed, passed through where it is planned; a pack and an unpack: "
-                "of one saved tensor, without the op; over plain PyTorch, processor time",
+                "of one saved tensor, without the op; small: of one too small to be evicted; over plain PyTorch, "
+                "processor time",
             ]
         )
 
@@ -101,6 +108,8 @@ def measure(count: int = 1000, rounds: int = 5, evictions: int = 500) -> HotPath
         op_ns=ops,
         pack_ns={state: over_plain(state, SAVES, "forward_ns") - ops[state] for state in STATES},
         unpack_ns={state: over_plain(state, SAVES, "backward_ns") for state in STATES},
+        small_pack_ns={state: over_plain(state, SMALL, "forward_ns") - ops[state] for state in STATES},
+        small_unpack_ns={state: over_plain(state, SMALL, "backward_ns") for state in STATES},
         decision_ns=median(_decisions(rounds, evictions)),
         modes=modes,
     )
@@ -110,9 +119,10 @@ def _rounds(count: int, rounds: int) -> tuple[dict[tuple[str | None, str], list[
     taken: dict[tuple[str | None, str], list[_Times]] = {}
     modes: dict[str, str] = {}
     for _ in range(rounds):
-        for program in (BARE, OPS, SAVES):
+        for program in (BARE, OPS, SAVES, SMALL):
             for state in (None, *STATES):
-                times, mode = _run(state, _step(program, count))
+                least_bytes = 0 if program == SAVES else LARGE_BYTES
+                times, mode = _run(state, _step(program, count), least_bytes)
                 taken.setdefault((state, program), []).append(times)
                 if state is not None:
                     modes[state] = mode
@@ -125,13 +135,14 @@ def _decisions(rounds: int, evictions: int) -> Iterator[float]:
         yield eviction_ns(EVICTED_FROM, kind, evictions)
 
 
-def _run(state: str | None, step: Callable[[], _Times]) -> tuple[_Times, str]:
-    """The times of the step that is in that state, and the mode Delta says it was in."""
+def _run(state: str | None, step: Callable[[], _Times], least_bytes: int) -> tuple[_Times, str]:
+    """The times of the step that is in that state, and the mode Delta says it was in. What is smaller than
+    ``least_bytes`` is not evicted."""
     if state is None:
         step()
         return step(), ""
     wanted = STATES[state]
-    policy = delta.load_policy("delta", {"director.actions": ["keep", "recompute"], "filter.min_bytes": LARGE_BYTES})
+    policy = delta.load_policy("delta", {"director.actions": ["keep", "recompute"], "filter.min_bytes": least_bytes})
     session: AbstractContextManager[Any] = (
         delta.evict(policy=policy) if wanted.limit is None else delta.evict(activations=wanted.limit, policy=policy)
     )
@@ -155,7 +166,7 @@ def _step(program: str, count: int, large_bytes: int = LARGE_BYTES) -> Callable[
             kept = kept.sin()
         x = small
         for _ in range(count if program != BARE else 0):
-            x = x.sin() if program == SAVES else x.add(1.0)
+            x = x.add(1.0) if program == OPS else x.sin()
         return kept.sum() + x.sum()
 
     def step() -> _Times:

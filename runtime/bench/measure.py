@@ -1,8 +1,8 @@
 """One training in several ways, a process for each, every timed step beside a plain one of the same process.
 
-What is compared is fixed here: the ratio of medians after the warm-up, of steps in turns within one process; the peak
-of saved activations, counted in the process itself and not by Delta; the bits of every gradient of every step, against
-those of a process that trains plainly and does nothing else.
+What is compared is fixed here: the median of the ratios of steps, each to the plain step beside it in its process; the
+peak of saved activations, counted in the process itself and not by Delta; the bits of every gradient of every step,
+against those of a process that trains plainly and does nothing else.
 """
 
 from __future__ import annotations
@@ -106,15 +106,13 @@ def _floors(
 
 def _row(name: str, way: Trained, plain: Trained) -> Row:
     """The figures of a way: times against the plain steps beside its own, the rest against those of plain's process."""
-    beside = way.beside if name != PLAIN else way.timed
-    times_ns, plain_ns = _times(way.timed), _times(beside)
-    ratios = [mine / theirs for mine, theirs in zip(times_ns, plain_ns, strict=True)]
+    ratios = way.ratios("time_ns") if way.beside else [1.0]
     report = way.end["report"]
     counted, allocated, rss = way.counted_peak_bytes, _allocated(way), way.end["peak_rss_bytes"]
     return Row(
         way=name,
-        step_time_ns=int(median(times_ns)),
-        time_ratio=median(times_ns) / median(plain_ns),
+        step_time_ns=int(median(_times(way.timed))),
+        time_ratio=median(ratios),
         time_ratio_least=min(ratios),
         time_ratio_most=max(ratios),
         gradients=IDENTICAL if _bits(way) == _bits(plain) else DIFFERENT,

@@ -14,7 +14,8 @@ IDENTICAL, DIFFERENT = "identical", "different"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The figures of one way. A ratio is over plain; the range is that of the ratios of single steps.
+    """The figures of one way. A ratio is over plain; that of times is the median of those of single steps, each to the
+    plain step beside it, and ``least`` and ``most`` are their range.
 
     Peaks: ``counted_peak_bytes`` of saved activations on the device, counted outside of Delta in the first step and
     after the last one; ``peak_allocated_bytes`` of all that was allocated, by CUDA's allocator in all steps, by a CPU's

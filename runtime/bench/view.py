@@ -14,7 +14,8 @@ from delta.units import Share, format_bytes, format_ns, parse_size
 HEADLINE = "byte-gpt"  # the model of the README's sentence: everybody has it
 _LEGEND = {
     "step": "median step time, Delta's replays and waits included, after the warm-up",
-    "range": "of the ratios of single steps, each to the plain step beside it",
+    "/ plain": "after step: median of the ratios of single steps, each to the plain step beside it",
+    "range": "of these ratios",
     "floor": "the step time over plain's that this model and budget need at least, by the best plan known",
     "activations": "most bytes of saved activations on the device, counted outside of Delta; -: cannot be counted",
     "allocated": "most bytes allocated at once, parameters and optimizer included",
