@@ -303,7 +303,7 @@ class Core:
             self._step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
-    def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool = False) -> int:
+    def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool) -> int:
         """Autograd saved a tensor; returns its record. `stays`: it is too small to be evicted, and when the program
         lets go of it is of no interest."""
         record = self.known(tensor)

@@ -17,10 +17,11 @@ class Row:
     """The figures of one way. A ratio is over plain; that of times is the median of those of single steps, each to the
     plain step beside it, and ``least`` and ``most`` are their range.
 
-    Peaks: ``counted_peak_bytes`` of saved activations on the device, counted outside of Delta in the first step and
-    after the last one; ``peak_allocated_bytes`` of all that was allocated, by CUDA's allocator in all steps, by a CPU's
-    after the last; ``host_bytes`` of what was moved to the host; None where they cannot be seen. ``floor_ratio``: the
-    step time over plain's that this model and budget need at least. ``moved_bytes``: copies out and back, all steps.
+    Peaks: ``counted_peak_bytes`` of saved activations on the device, counted outside of Delta in the first step and in
+    a planned one; ``peak_allocated_bytes`` of all that was allocated, by CUDA's allocator in all steps before the timed
+    ones, by PyTorch's profiler in that planned step on a CPU; ``host_bytes`` of what was moved to the host; None where
+    they cannot be seen. ``floor_ratio``: the step time over plain's that this model and budget need at least.
+    ``moved_bytes``: copies out and back, all steps.
     """
 
     way: str
