@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -24,19 +24,26 @@ FACTORS = {"plain": 100, "checkpoint": 130, "delta 100%": 110, "delta 40%": 120}
 ALLOCATED = {"plain": 5000, "checkpoint": 3000, "delta 40%": 2900}
 
 
-class FakeWorker:
+class NoProcess:
+    """What stands for a `WorkerProcess` and starts nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def wait_ready(self) -> None:
+        pass
+
+
+class FakeWorker(NoProcess):
     """Step times are `FACTORS` per step number, those of plain steps beside as plain's. A counted step seems to take no
     time. save_on_cpu fails in step 3."""
 
     def __init__(self, told: Spec, settings: Mapping[str, str] | None = None) -> None:
         self.told = told
         self.name = told.mode if told.activations is None else f"{told.mode} {told.activations}"
-
-    def __enter__(self) -> "FakeWorker":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
 
     def wait_ready(self) -> None:
         if self.told.mode == "sac":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_fakes import NoProcess
 
 from delta.engine import MISSED
 from delta.errors import DeltaError
@@ -151,21 +152,12 @@ STEP = Trace(
 STANDING = {"plain": 0, "recompute": 10, "dtr": 20}  # percent
 
 
-class FakeWorker:
+class FakeWorker(NoProcess):
     """A process under a policy is slower than plain by `STANDING`. The one under `dtr` gets another loss in its third
     step."""
 
     def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
         self.name = told.policy if told.mode == "delta" else "plain"
-
-    def __enter__(self) -> "FakeWorker":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def wait_ready(self) -> None:
-        pass
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["do"] == "finish":
@@ -192,7 +184,7 @@ def test_policies_are_compared_with_plain_steps_beside_theirs(monkeypatch: pytes
     )
 
 
-class Tracing:
+class Tracing(NoProcess):
     """A process that records two cold steps and three of 100, 70 and 80 ns, with a collection of garbage in the second
     of these."""
 
@@ -203,15 +195,6 @@ class Tracing:
             events = tuple(replace(event, cost_ns=cost_ns) if isinstance(event, Op) else event for event in STEP.events)
             own = Bookkeeping(op_ns=op_ns, save_ns=10 + number)
             write(replace(STEP, events=events, bookkeeping=own), recording.file(number))
-
-    def __enter__(self) -> "Tracing":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def wait_ready(self) -> None:
-        pass
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return {}

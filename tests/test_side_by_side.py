@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_fakes import TINY, spec
+from bench_fakes import TINY, NoProcess, spec
 from torch import nn
 
 import delta
@@ -24,22 +24,13 @@ DELTA = spec(mode="delta", activations="40%", overrides=TINY.overrides)
 STEPS = 12
 
 
-class Noting:
+class Noting(NoProcess):
     """A process that notes what it is asked and answers with its number."""
 
     asked: list[Mapping[str, Any]]
 
     def __init__(self, told: Spec, settings: Mapping[str, str]) -> None:
         type(self).asked = []
-
-    def __enter__(self) -> "Noting":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def wait_ready(self) -> None:
-        pass
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self.asked.append(request)
