@@ -238,7 +238,7 @@ class Learner:
 
     def loose(self, order: int) -> None:
         """The program holds the storage no longer: only Delta, or nobody, does."""
-        if not self.log.asked and not self.given_up:
+        if not self.log.needs and not self.given_up:
             self.log.loose_at.setdefault(order, len(self.log.saves))
 
     def still_used(self, orders: set[int]) -> None:

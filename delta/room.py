@@ -211,7 +211,7 @@ class Room:
     def _floats(self, rec: Record) -> bool:
         """Whether the program still uses the storage, so that its bytes stay for now, whoever lets go of them."""
         log = self._learner.log
-        saving = 0 <= rec.saved_at < len(log.saves) and not log.asked
+        saving = 0 <= rec.saved_at < len(log.saves) and not log.needs
         return saving and not self._announced and rec.saved_at not in log.loose_at
 
     def carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
@@ -246,7 +246,7 @@ class Room:
             return
         self._note(limit + over_bytes, coming_bytes)
         # A share of what has been saved so far is less than it will be when the step has been seen whole.
-        firm = not self._budget.is_share or self._learner.known_peak_bytes or self._learner.log.asked
+        firm = not self._budget.is_share or self._learner.known_peak_bytes or self._learner.log.needs
         if firm and self._policy.budget.strict:
             records = self._ledger.records.values()
             if over_bytes > sum(rec.nbytes for rec in records if rec.counted and not rec.held):
