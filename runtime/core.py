@@ -35,7 +35,7 @@ from delta.runtime.recompute import Recipe
 from delta.runtime.rematerialise import Rematerialiser
 from delta.runtime.slots import Slot, StorageRef
 from delta.runtime.swap import Swap
-from delta.runtime.view import is_shared
+from delta.runtime.view import View, is_shared
 from delta.runtime.watch import Watch
 from delta.runtime.writes import Writes
 from delta.timeline import Timeline
@@ -344,8 +344,12 @@ class Core:
                 attached.append(record)
         self._attached = attached
 
-    def fetch(self, handle: int) -> torch.UntypedStorage:
-        """The storage a handle stands for, brought back if need be and ready for the current stream."""
+    def fetch(self, handle: int, view: View) -> Tensor:
+        """What a handle stands for, brought back if need be and ready for the current stream.
+
+        The tensor is made while the record is pinned. A storage that only Delta refers to is free to be wiped the
+        moment it is let go of, and the end of a copy out that was under way all along lets go of it.
+        """
         self._look()
         self._note_loose()
         self.engine.still_used(self._attached)
@@ -354,9 +358,9 @@ class Core:
         try:
             if not self.engine.ledger[record].held:
                 if (signs := self.encoder.stand_in(record)) is not None:
-                    return signs
+                    return view.over(signs)
                 self.rematerialiser.bring_back(record)
-            return self.ready(record)
+            return view.over(self.ready(record))
         finally:
             self.run(self.engine.served(handle))
             if record not in self._attached:

@@ -131,10 +131,10 @@ class Hooks:
         if packed.stays:
             return over(packed.counter, packed.view.over(core.fetch_small(packed.record)))
         with core.entered():
-            storage = core.fetch(packed.record)
+            found = core.fetch(packed.record, packed.view)
         core.raise_warnings()
-        tensor = over(packed.counter, packed.view.over(storage))
-        if core.engine.policy.splits(storage.nbytes()) and may_split():
+        tensor = over(packed.counter, found)
+        if core.engine.policy.splits(tensor.untyped_storage().nbytes()) and may_split():
             split(packed, tensor)
         return tensor
 

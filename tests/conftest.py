@@ -8,6 +8,10 @@ import pytest
 from leaks import Snapshot, files_left
 
 
+# Before anything imports them: what these modules assert is told as fully as what tests assert.
+pytest.register_assert_rewrite("exactly", "inside", "simple_dtr", "simulated_card", "toy")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
 
