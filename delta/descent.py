@@ -8,8 +8,6 @@ once more if it is asked for after that. An explicit stack, no recursion (rule 7
 
 from __future__ import annotations
 
-from collections import Counter
-
 from delta.ledger import Ledger
 from delta.record import LedgerError
 from delta.types import OpInfo
@@ -23,7 +21,7 @@ class Descent:
         self._ledger = ledger
         self._stack: list[OpInfo] = []
         self._pending: set[int] = set()
-        self._readers: Counter[int] = Counter()  # pending ops that read each record
+        self._readers: dict[int, int] = {}  # pending ops that read each record
 
     def begin(self, record: int, now_ns: int) -> None:
         """Start on the way to a record. LedgerError where it is gone and cannot be replayed."""
@@ -46,11 +44,12 @@ class Descent:
         op = self._stack.pop()
         self._pending.discard(op.id)
         self._unpin(op)
-        self._readers.subtract(op.inputs)
+        for source in op.inputs:
+            self._readers[source] -= 1
 
     def wants(self, record: int) -> bool:
         """Whether an op of this walk is going to read the record."""
-        return self._readers[record] > 0
+        return self._readers.get(record, 0) > 0
 
     def abandon(self) -> list[int]:
         """The walk is over. Returns the records that were still wanted: nothing is pinned or wanted any more."""
@@ -75,7 +74,8 @@ class Descent:
     def _expect(self, op: OpInfo) -> None:
         if op.id not in self._pending:
             self._pending.add(op.id)
-            self._readers.update(op.inputs)
+            for source in op.inputs:
+                self._readers[source] = self._readers.get(source, 0) + 1
 
     def _enter(self, op: OpInfo, now_ns: int) -> None:
         if op in self._stack:

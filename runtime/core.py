@@ -16,7 +16,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -221,15 +220,19 @@ class Core:
         self.engine.created(record, storage.nbytes(), kind, time.perf_counter_ns())
         return record
 
-    def recorded(self, op: OpInfo, recipe: Recipe | None, token: Any) -> None:
-        """An op ran; `token` of the device's clock says how long, perhaps only later."""
+    def took_ns(self, recipe: Recipe | None, token: Any) -> int | None:
+        """How long running an op once more takes, by what its recipe knows or by the `token` of the device's clock;
+        None where that says so only later."""
+        again_ns = recipe.again_ns if recipe is not None else None
+        return again_ns if again_ns is not None else self.clock.elapsed_ns(token)
+
+    def recorded(self, op: OpInfo, recipe: Recipe | None, untimed: Any = None) -> None:
+        """An op ran. `untimed`: the token that will say later how long that took."""
         for record in op.outputs:
             self.slots[record].recipe = recipe
-        again_ns = recipe.again_ns if recipe is not None else None
-        cost_ns = again_ns if again_ns is not None else self.clock.elapsed_ns(token)
-        self.run(self.engine.op_ran(replace(op, cost_ns=cost_ns or 0), time.perf_counter_ns(), self.module))
-        if cost_ns is None:
-            self._untimed.append((op.id, token))
+        self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))
+        if untimed is not None:
+            self._untimed.append((op.id, untimed))
         if self._looks_at_ops:
             self._look()
 

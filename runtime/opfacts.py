@@ -59,9 +59,9 @@ class OpFacts:
 
     def statistics_written(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of the running statistics this call updates: none when the op runs in evaluation mode."""
-        if self.training is not None and not args[self.training]:
+        if not self.statistics or (self.training is not None and not args[self.training]):
             return ()
-        return tuple(position for position in self.statistics if args[position] is not None)
+        return tuple([position for position in self.statistics if args[position] is not None])
 
 
 @cache

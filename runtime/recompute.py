@@ -12,7 +12,6 @@ Guarantee: a replay changes nothing but its results. Not covered: choosing what 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -91,7 +90,7 @@ class Call(NamedTuple):
 def strip(args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """Take the tensors out of an op's arguments."""
     tensors: list[Tensor] = []
-    plain_args = tuple(_strip(arg, tensors) for arg in args)
+    plain_args = tuple([_strip(arg, tensors) for arg in args])
     return Call(plain_args, {name: _strip(arg, tensors) for name, arg in kwargs.items()}, tensors)
 
 
@@ -140,11 +139,12 @@ def replay(
     written = {product.written for product in recipe.products if product.written is not None}
     copies: dict[int, torch.UntypedStorage] = {}
     tensors = []
-    with ExitStack() as stack:
-        stack.enter_context(under(recipe.settings))
-        stack.enter_context(torch.enable_grad())  # some ops look at the mode; nothing is tracked below autograd
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS))
+    with (
+        under(recipe.settings),
+        torch.enable_grad(),  # some ops look at the mode; nothing is tracked below autograd
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
+    ):
         overwritten = {recipe.inputs[index].record for index in written}
         for entry in recipe.inputs:
             storage = storage_of(entry.record)

@@ -124,7 +124,9 @@ class Recorder(TorchDispatchMode):
                 if inputs is not None and self._replayable(facts, results, generator):
                     again_ns = self._again_ns(func, args, results, products)
                     recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state, again_ns)
-                core.recorded(self._op(facts, recipe, products, new_versions), recipe, token)
+                cost_ns = core.took_ns(recipe, token)
+                op = self._op(facts, recipe, products, new_versions, cost_ns or 0)
+                core.recorded(op, recipe, untimed=token if cost_ns is None else None)
             core.engine.called(func, made=bool(products))
             core.writes.settle(new_versions)
         return result
@@ -147,14 +149,15 @@ class Recorder(TorchDispatchMode):
         recipe: Recipe | None,
         products: Sequence[Product],
         new_versions: dict[int, int],
+        cost_ns: int,
     ) -> OpInfo:
         """The engine's side of a record: an op without a recipe reads nothing, so it keeps nothing alive."""
-        made = tuple(product.record for product in products)
+        made = tuple([product.record for product in products])
         if recipe is None:
-            return OpInfo(self._core.next_id(), facts.name, (), made, 0, False)
-        read = tuple(dict.fromkeys(entry.record for entry in recipe.inputs))
-        overwrites = tuple(record for record in new_versions if record in read)  # statistics are written but not read
-        return OpInfo(self._core.next_id(), facts.name, read, made, 0, True, overwrites)
+            return OpInfo(self._core.next_id(), facts.name, (), made, cost_ns, False)
+        read = tuple(dict.fromkeys([entry.record for entry in recipe.inputs]))
+        overwrites = tuple([record for record in new_versions if record in read])  # statistics are written but not read
+        return OpInfo(self._core.next_id(), facts.name, read, made, cost_ns, True, overwrites)
 
     def _inputs(self, tensors: Sequence[Tensor]) -> tuple[Input, ...] | None:
         """The op's inputs as records, or None where one of them cannot be had again."""

@@ -36,15 +36,16 @@ class Rematerialiser:
     def _replay(self, op: OpInfo) -> None:
         core, engine = self._core, self._core.engine
         core.run(engine.before_replay(op, time.perf_counter_ns()))
-        for source in op.inputs:
-            core.ready(source)
+        there = {source: core.ready(source) for source in op.inputs}
         core.writes.refuse_unseen(op)
         wanted, stolen = engine.made_again(op), engine.stealable(op)
         recipe = next(slot.recipe for r in op.outputs if (slot := core.slots.get(r)) is not None and slot.recipe)
         began_ns = time.perf_counter_ns()
         with only_lowest(core.modes_below):
-            storages = replay(recipe, core.ready, stolen, self._left(op, wanted))
+            left = self._left(op, wanted) if recipe.again_ns is not None else {}
+            storages = replay(recipe, there.__getitem__, stolen, left)
         ended_ns = time.perf_counter_ns()
+        del there, left  # what goes now is not to be held by anybody
         for made in wanted:
             slot = core.slots[made]
             slot.storage, slot.form = storages[made], None  # a stand-in has served its time
@@ -56,8 +57,9 @@ class Rematerialiser:
             core.run(engine.stolen(source))
         core.spent(ended_ns - began_ns)
         self.spent_ns += ended_ns - began_ns
-        nbytes = sum(product.nbytes for product in recipe.products if product.record in wanted)
-        core.emit("recomputed", record=op.outputs[0], nbytes=nbytes, op=op.name, start_ns=began_ns, end_ns=ended_ns)
+        if core.timeline.active:
+            nbytes = sum(product.nbytes for product in recipe.products if product.record in wanted)
+            core.emit("recomputed", record=op.outputs[0], nbytes=nbytes, op=op.name, start_ns=began_ns, end_ns=ended_ns)
 
     def _left(self, op: OpInfo, wanted: Sequence[int]) -> dict[int, torch.UntypedStorage]:
         """What the op made the first time and is still on the device."""

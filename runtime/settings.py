@@ -7,7 +7,7 @@ precision, another number of threads), so a replay runs under those of forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,10 +50,17 @@ def current() -> Settings:
     return tuple([read() for read in _READ])
 
 
-@contextmanager
-def under(settings: Settings) -> Iterator[None]:
+def under(settings: Settings) -> AbstractContextManager[None]:
     """Settings as they were; afterwards as they are now."""
     now = current()
+    return _AS_THEY_ARE if now == settings else _changed(now, settings)
+
+
+_AS_THEY_ARE = nullcontext()
+
+
+@contextmanager
+def _changed(now: Settings, settings: Settings) -> Iterator[None]:
     _change(now, settings)
     try:
         yield

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from leaks import Snapshot, files_left
 
-
 # Before anything imports them: what these modules assert is told as fully as what tests assert.
 pytest.register_assert_rewrite("exactly", "inside", "simple_dtr", "simulated_card", "toy")
 

@@ -335,10 +335,10 @@ def tampered(monkeypatch: pytest.MonkeyPatch, name: str, func: Callable[..., obj
     """Every recipe of this op runs another function."""
     recorded = Core.recorded
 
-    def record(self: Core, op, recipe, token) -> None:
+    def record(self: Core, op, recipe, **untimed) -> None:
         if recipe is not None and op.name == name:
             recipe = dataclasses.replace(recipe, func=func)
-        recorded(self, op, recipe, token)
+        recorded(self, op, recipe, **untimed)
 
     monkeypatch.setattr(Core, "recorded", record)
 
