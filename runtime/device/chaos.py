@@ -1,11 +1,11 @@
 """The CPU as the worst device that is still legal: no threads, transfers that end early, late and out of order,
 poison everywhere.
 
-A copy out may read its source when it is asked for, at any later poll, or only in `wait`; until then the host copy is
-0xFF bytes. A copy in delivers as late as that, and its destination is 0xFF (NaN, for floats) before. A storage that
-is released while nobody shares it, and host room that is given back, become 0xFF too. So a use before completion, or
-after release, turns into a wrong number that a test sees, on any machine and, for one seed and one order of calls,
-every time.
+A copy out may read its source when it is asked for, in any later call of the device, or only in `wait`; until then the
+host copy is 0xFF bytes. A copy in delivers as late as that, and its destination is 0xFF (NaN, for floats) before. A
+storage that is released while nobody shares it, and host room that is given back, become 0xFF too. So a use before
+completion, or after release, turns into a wrong number that a test sees, on any machine and, for one seed and one order
+of calls, every time.
 
 Not covered: two threads inside a copy at once. `cpu` does that.
 """
@@ -29,7 +29,7 @@ POISON = 0xFF
 _BANDWIDTH = Bandwidth(2e9, 2e9)  # a constant, so that decisions repeat
 _EARLY = 0.25  # share of transfers that end when they are asked for
 _STUBBORN = 0.4  # share of the others that end only in wait()
-_PROGRESS = 0.3  # chance that a poll ends a given pending transfer
+_PROGRESS = 0.3  # chance that a call ends a given pending transfer
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +87,7 @@ class ChaosDevice:
         """The heap is not ours to look into."""
 
     def copy_out(self, storage: torch.UntypedStorage) -> Ticket:
+        self._let_some_end()
         with self._lock:
             self._refuse_if_closed()
             nbytes = storage.nbytes()
@@ -99,6 +100,7 @@ class ChaosDevice:
             return self._begin(ticket)
 
     def copy_in(self, block: HostBlock) -> Ticket:
+        self._let_some_end()
         with self._lock:
             self._refuse_if_closed()
             storage = _poisoned(block.nbytes)
