@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 def may_be_sharded() -> bool:
-    """Whether there can be such weights in this process: cheap, asked for every input of a recorded op."""
-    return "torch.distributed.fsdp" in sys.modules
+    """Whether there can be such weights in this process: cheap, asked for every input of a recorded op. Other libraries
+    import FSDP without using it; with it there is a process group."""
+    return "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized()
 
 
 def gathered_weights() -> Iterator[Tensor]:
