@@ -441,8 +441,6 @@ class Engine:
 
     def stealable(self, op: OpInfo) -> frozenset[int]:
         """Inputs that a replay of `op` may overwrite without a copy: nobody will read them again."""
-        if not op.overwrites:
-            return frozenset()
         return frozenset(
             record
             for record in op.overwrites

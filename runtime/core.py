@@ -226,8 +226,8 @@ class Core:
         again_ns = recipe.again_ns if recipe is not None else None
         return again_ns if again_ns is not None else self.clock.elapsed_ns(token)
 
-    def recorded(self, op: OpInfo, recipe: Recipe | None, untimed: Any = None) -> None:
-        """An op ran. `untimed`: the token that will say later how long that took."""
+    def recorded(self, op: OpInfo, recipe: Recipe | None, untimed: Any) -> None:
+        """An op ran. `untimed`: the token that will say later how long that took; None if that is known."""
         for record in op.outputs:
             self.slots[record].recipe = recipe
         self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))

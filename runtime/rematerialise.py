@@ -45,7 +45,7 @@ class Rematerialiser:
             left = self._left(op, wanted) if recipe.again_ns is not None else {}
             storages = replay(recipe, there.__getitem__, stolen, left)
         ended_ns = time.perf_counter_ns()
-        del there, left  # what goes now is not to be held by anybody
+        del there, left  # what is let go of next dies at once, and is heard of before the walk goes on
         for made in wanted:
             slot = core.slots[made]
             slot.storage, slot.form = storages[made], None  # a stand-in has served its time

@@ -66,6 +66,19 @@ def test_they_end_out_of_order() -> None:
     assert ended != sorted(ended)
 
 
+@pytest.mark.parametrize("call", ["copy_out", "copy_in"])
+def test_some_end_when_another_begins(call: str) -> None:
+    device = ChaosDevice(HOST, 0)
+    whole = device.copy_out(filled())
+    device.wait(whole)
+    begun = [device.copy_in(whole.block) for _ in range(20)]
+    under_way = [ticket for ticket in begun if ticket.finished_ns is None]
+    for _ in range(10):
+        getattr(device, call)(filled() if call == "copy_out" else whole.block)
+    ended = sum(ticket.finished_ns is not None for ticket in under_way)
+    assert 0 < ended < len(under_way)
+
+
 def late(device: ChaosDevice, begin: Callable[[], Ticket]) -> Ticket:
     """A transfer that has not ended when it is returned."""
     return next(ticket for _ in range(100) if (ticket := begin()).finished_ns is None)

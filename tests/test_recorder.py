@@ -66,6 +66,35 @@ def test_an_op_is_recorded_with_what_it_reads_and_makes(core):
     assert (record(core, y).nbytes, record(core, y).kind) == (96, Kind.ACTIVATION)
 
 
+class LateClock:
+    """Says only when it is waited for how long the n-th op took: n microseconds."""
+
+    def __init__(self) -> None:
+        self.ops = 0
+
+    def start(self) -> None:
+        self.ops += 1
+
+    def stop(self, mark: None) -> int:
+        return 1000 * self.ops
+
+    def elapsed_ns(self, token: int) -> None:
+        return None
+
+    def wait_ns(self, token: int) -> int:
+        return token
+
+
+def test_times_that_the_device_tells_later_reach_their_ops(core):
+    core.clock = LateClock()
+    x = torch.randn(4, 6)
+    with Recorder(core):
+        _made = x.sin(), x.cos()
+    assert [op.cost_ns for op in core.engine.ledger.ops.values()] == [0, 0]
+    core.forward_again()
+    assert [op.cost_ns for op in core.engine.ledger.ops.values()] == [1000, 2000]
+
+
 def test_under_a_routine_a_call_is_recorded_tracked_or_passed(core):
     x = torch.randn(4, 6)
     with Recorder(core):
