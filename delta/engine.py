@@ -661,6 +661,7 @@ class Engine:
         out = self._let_go_idle(*ledger.cut())
         self._room.new_step()
         self._recall.new_step()
+        self._descent.new_step()
         self._largest_bytes = 0
         self._position = 0
         return out

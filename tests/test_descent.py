@@ -7,7 +7,7 @@ from builders import a_chain, a_ledger, an_op
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta.descent import Descent
+from delta.descent import PATIENCE, Descent
 from delta.ledger import Ledger
 from delta.record import LedgerError
 from delta.types import OpInfo
@@ -114,6 +114,99 @@ def test_giving_up_in_the_middle_leaves_nothing_pinned():
     assert descent.next(0) is None and not descent.wants(2)
 
 
+def walk_without_room(descent: Descent, ledger: Ledger, record: int, kept: set[int]) -> int:
+    """Bring the record back, with all that may go gone before each replay but what is in `kept`. Returns the replays;
+    in the ledger then only those and the record are there."""
+    replays = 0
+    descent.begin(record, 0)
+    while (op := descent.next(0)) is not None:
+        replays += 1
+        let_go(ledger, kept)
+        replay(ledger, op)
+        descent.ran()
+    descent.abandon()
+    assert all(not rec.pins for rec in ledger.records.values())
+    assert ledger[record].held
+    let_go(ledger, kept | {record})
+    ledger.validate()
+    return replays
+
+
+def let_go(ledger: Ledger, kept: set[int]) -> None:
+    for rec in list(ledger.records.values()):
+        if rec.held and not rec.pins and rec.id not in kept:
+            ledger.let_go(rec.id)
+            ledger.gone(rec.id)
+
+
+def a_recurrence(places: int) -> tuple[Ledger, int]:
+    """A state that two branches of two ops read at each place; only the first is there. Returns the last state too."""
+    ops, state = [], 0
+    for _ in range(places):
+        a, b, c, d, after = range(state + 1, state + 6)
+        ops += [an_op(10 + a, [state], [a]), an_op(10 + b, [a], [b])]
+        ops += [an_op(10 + c, [state], [c]), an_op(10 + d, [c], [d]), an_op(10 + after, [b, d], [after])]
+        state = after
+    return without(a_ledger([1] * (state + 1), ops), *range(1, state + 1)), state
+
+
+def test_a_walk_that_makes_the_same_again_and_again_comes_to_hold_what_it_wants():
+    """Were it never to hold on to anything, each place would double the replays: 327,675 of them for 16."""
+    ledger, last = a_recurrence(16)
+    missing = len(ledger.missing_ops(last))
+    assert PATIENCE * missing < walk_without_room(Descent(ledger), ledger, last, {0}) <= (PATIENCE + 1) * missing
+
+
+def test_until_then_what_is_not_on_the_way_may_go():
+    """The state 5 has been read by the one branch, and the other is going to read it."""
+    ledger, last = a_recurrence(2)
+    descent = Descent(ledger)
+    descent.begin(last, 0)
+    while (op := descent.next(0)) is not None and op.outputs != (7,):
+        replay(ledger, op)
+        descent.ran()
+    assert ledger[6].held and descent.wants(5)
+    assert ledger[5].pins == 0
+
+
+def test_after_it_the_walks_of_the_step_hold_what_they_want_at_once():
+    ledger, last = a_recurrence(16)
+    descent = Descent(ledger)
+    walk_without_room(descent, ledger, last, {0})
+    let_go(ledger, {0})
+    missing = len(ledger.missing_ops(last))
+    assert walk_without_room(descent, ledger, last, {0}) == missing
+    descent.new_step()
+    let_go(ledger, {0})
+    assert walk_without_room(descent, ledger, last, {0}) > PATIENCE * missing
+
+
+def test_a_hasty_walk_lets_go_of_what_it_has_read():
+    ledger, last = a_recurrence(16)
+    descent = Descent(ledger)
+    walk_without_room(descent, ledger, last, {0})
+    let_go(ledger, {0})
+    descent.begin(last, 0)
+    while (op := descent.next(0)) is not None:
+        let_go(ledger, {0})
+        assert sum(rec.held for rec in ledger.records.values()) <= 5, "the first state, and one place"
+        replay(ledger, op)
+        descent.ran()
+    assert descent.abandon() == []
+    assert all(not rec.pins for rec in ledger.records.values())
+
+
+def test_a_hasty_walk_that_is_given_up_leaves_nothing_pinned():
+    ledger, last = a_recurrence(16)
+    descent = Descent(ledger)
+    walk_without_room(descent, ledger, last, {0})
+    let_go(ledger, {0})
+    descent.begin(last, 0)
+    assert sum(rec.pins > 0 for rec in ledger.records.values()) == last, "all but the last state are read"
+    descent.abandon()
+    assert all(not rec.pins for rec in ledger.records.values())
+
+
 def test_what_no_op_can_make_is_an_error():
     ledger = a_ledger([1] * 2, [an_op(10, [0], [1], replayable=False)])
     ledger.gone(0)
@@ -144,3 +237,11 @@ def test_every_op_runs_when_all_it_reads_is_there_and_only_what_is_missing_runs(
     assert ledger[record].held
     assert all(not rec.pins for rec in ledger.records.values())
     ledger.validate()
+
+
+@given(graphs())
+def test_a_walk_without_room_ends(graph):
+    ledger, record = graph
+    kept = {0} | {rec.id for rec in ledger.records.values() if rec.held}
+    missing = len(ledger.missing_ops(record))
+    assert walk_without_room(Descent(ledger), ledger, record, kept) <= (PATIENCE + 1) * missing

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -148,6 +149,24 @@ def test_batch_norm_did_update_its_statistics_the_first_time():
         statistics.fill_(0.5)
     TABLE["batch norm in training"](torch.randn(8, 4, 6, 6))
     assert all(bool((statistics != 0.5).all()) for statistics in STATISTICS)
+
+
+@pytest.mark.filterwarnings("ignore:the budget of")
+def test_a_recurrence_of_which_nothing_may_stay_ends():
+    """The state at each place is read by two branches of two ops: each place would double the replays, without end for
+    a long one. So it is in each step."""
+    weight, places, made_kib = torch.nn.Parameter(torch.full((256,), 0.5)), 10, [0]
+    with delta.evict(activations="0%", policy="dtr", device="cpu") as run:
+        for _ in range(3):
+            state = weight * 1.0
+            for _ in range(places):
+                state = state.sin().sin() + state.cos().cos()
+            state.sum().backward()
+            made_kib.append(run.report().recomputed_bytes // 1024)
+    replays = {after - before for before, after in pairwise(made_kib)}
+    assert len(replays) == 1
+    of_all_needs = sum(4 * 5 * place for place in range(1, places + 1))  # four at each, each of five ops a place
+    assert 0 < replays.pop() <= of_all_needs, "6,108, were the same made again for as long as it goes"
 
 
 # -- recipes by hand --------------------------------------------------------------------------------------------------
