@@ -43,6 +43,11 @@ class Form(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """Where it is."""
+        ...
+
     def decode(self) -> torch.UntypedStorage:
         """The storage again, bit by bit."""
         ...
@@ -152,6 +157,10 @@ class _Bitmap:
     def nbytes(self) -> int:
         return self.bits.numel()
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self.bits.untyped_storage()
+
     def decode(self) -> torch.UntypedStorage:
         with _unseen():
             storage = torch.UntypedStorage(self.storage_bytes, device=self.bits.device)
@@ -218,7 +227,11 @@ class _Distances:
 
     @property
     def nbytes(self) -> int:
-        return self.values.untyped_storage().nbytes()
+        return self.storage.nbytes()
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self.values.untyped_storage()
 
     def decode(self) -> torch.UntypedStorage:
         with _unseen():

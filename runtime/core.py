@@ -228,6 +228,7 @@ class Core:
 
     def recorded(self, op: OpInfo, recipe: Recipe | None, untimed: Any) -> None:
         """An op ran. `untimed`: the token that will say later how long that took; None if that is known."""
+        self.device.computes()
         for record in op.outputs:
             self.slots[record].recipe = recipe
         self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))
@@ -309,6 +310,7 @@ class Core:
     def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool) -> int:
         """Autograd saved a tensor; returns its record. `stays`: it is too small to be evicted, and when the program
         lets go of it is of no interest."""
+        self.device.computes()
         record = self.known(tensor)
         if record is None:
             record = self.create(tensor, Kind.ACTIVATION)
@@ -353,6 +355,7 @@ class Core:
         The tensor is made while the record is pinned. A storage that only Delta refers to is free to be wiped the
         moment it is let go of, and the end of a copy out that was under way all along lets go of it.
         """
+        self.device.meet()
         self._look()
         self._note_loose()
         self.engine.still_used(self._attached)
@@ -363,7 +366,9 @@ class Core:
                 if (signs := self.encoder.stand_in(record)) is not None:
                     return view.over(signs)
                 self.rematerialiser.bring_back(record)
-            return view.over(self.ready(record))
+            storage = self.ready(record)
+            self.device.share(storage)
+            return view.over(storage)
         finally:
             self.run(self.engine.served(handle))
             if record not in self._attached:
@@ -464,6 +469,7 @@ class Core:
         slot = self.slots[record]
         storage = slot.alive()
         assert storage is not None
+        self.device.meet()
         slot.storage = storage.clone()
         kept = self._records.get(storage._cdata)
         slot.ref = self.track(slot.storage, record)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from delta.runtime.codecs import codec_for
+from delta.runtime.codecs import Form, codec_for
 from delta.runtime.relu import relu_asks, stand_in_for
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Encoder:
             return  # held again
         assert slot.codec is not None
         began_ns = time.perf_counter_ns()
+        core.device.meet()
         try:
             form = slot.codec.encode(slot.storage)
         except torch.OutOfMemoryError:
@@ -80,7 +81,7 @@ class Encoder:
         assert slot.form is not None
         began_ns = time.perf_counter_ns()
         try:
-            slot.storage = slot.form.decode()
+            slot.storage = self._decoded(slot.form)
         except torch.OutOfMemoryError:
             core.engine.decode_failed(record, slot.form.nbytes)
             raise
@@ -96,7 +97,11 @@ class Encoder:
             return None
         core.run(core.engine.allocating(core.engine.ledger[record].nbytes, time.perf_counter_ns()))
         began_ns = time.perf_counter_ns()
-        storage = slot.form.decode()
+        storage = self._decoded(slot.form)
         core.engine.stood_in(record)
         core.waited(record, began_ns, "decode")
         return storage
+
+    def _decoded(self, form: Form) -> torch.UntypedStorage:
+        self._core.device.share(form.storage)  # made on one stream, and read on this one
+        return form.decode()

@@ -2,7 +2,8 @@
 
 Work is put into a stream and runs when somebody waits for it, or when chance lets it at a poll. A copy looks at its
 memory only when it runs. As with a caching allocator, memory that the card gave out and that the host has dropped goes
-to other work in the compute stream's order: a copy that runs after that fails the test.
+to other work in the order of the stream it was allocated on, and after what other streams it was shared with had been
+given by then: it is overwritten, and a copy that runs after that fails the test.
 """
 
 import ctypes
@@ -32,7 +33,8 @@ class Memory:
     content: bytearray
     address: int
     storage: StorageWeakRef
-    dropped: bool = False
+    streams: list["SimulatedStream"]  # it was allocated on the first, and shared with the others
+    used: "list[Marker] | None" = None  # once dropped: when these have passed, nothing uses it any more
     reused: bool = False
 
 
@@ -42,6 +44,9 @@ class Marker:
 
     passed: bool = True
     at_ms: float = 0.0
+
+
+POISON = 0xEE
 
 
 class SimulatedStream:
@@ -121,6 +126,9 @@ class SimulatedCard:
     def current_stream(self) -> SimulatedStream:
         return self.compute
 
+    def current_handle(self) -> int:
+        return self.streams.index(self.compute)
+
     def new_event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
 
@@ -151,31 +159,41 @@ class SimulatedCard:
         content = bytearray(b"\xff" * max(nbytes, 1))
         bytes_ = torch.frombuffer(content, dtype=torch.uint8)
         storage = bytes_.untyped_storage() if nbytes else torch.UntypedStorage(0)
-        self.given_out.append(Memory(content, bytes_.data_ptr(), StorageWeakRef(storage)))
+        self.given_out.append(Memory(content, bytes_.data_ptr(), StorageWeakRef(storage), [self.compute]))
         return storage
 
     def _check(self, tensor: torch.Tensor) -> Callable[[], bool]:
         """Whether this tensor's memory is still its own when that is asked later."""
-        address = tensor.untyped_storage().data_ptr()
-        memory = next((memory for memory in reversed(self.given_out) if memory.address == address), None)
+        memory = self._memory(tensor.untyped_storage())
         if memory is not None:
             return lambda: not memory.reused
         storage = StorageWeakRef(tensor.untyped_storage())
         return lambda: not storage.expired()
 
+    def _memory(self, storage: torch.UntypedStorage) -> Memory | None:
+        """What the card gave out for this storage."""
+        address = storage.data_ptr()
+        return next((memory for memory in reversed(self.given_out) if memory.address == address), None)
+
     def _reuse_dropped(self) -> None:
         for memory in self.given_out:
-            if not memory.dropped and memory.storage.expired():
-                memory.dropped = True
-                self.compute.work.append(lambda memory=memory: self._reuse(memory))  # type: ignore[misc]
+            if memory.used is None and memory.storage.expired():
+                memory.used = [self._marker_in(stream) for stream in memory.streams]
+            if memory.used is not None and all(marker.passed for marker in memory.used) and not memory.reused:
+                memory.reused = True
+                memory.content[:] = bytes([POISON]) * len(memory.content)
 
-    def _reuse(self, memory: Memory) -> bool:
-        memory.reused = True
-        return True
+    def _marker_in(self, stream: SimulatedStream) -> Marker:
+        event = self.new_event()
+        event.record(stream)
+        return event.marker
 
     def share_with(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         assert isinstance(stream, SimulatedStream)
         self.shared.append(stream.name)
+        memory = self._memory(storage)
+        if memory is not None and stream not in memory.streams:
+            memory.streams.append(stream)
 
     def allocated_bytes(self) -> int:
         return self.use[0]
@@ -189,7 +207,7 @@ class SimulatedCard:
     def memory_blocks(self) -> list[MemoryBlock]:
         """What the card gave out, each in a segment of its own."""
         return [
-            MemoryBlock(memory.address, len(memory.content), memory.address, memory.dropped)
+            MemoryBlock(memory.address, len(memory.content), memory.address, memory.used is not None)
             for memory in sorted(self.given_out, key=lambda memory: memory.address)
         ]
 
@@ -215,6 +233,7 @@ class SimulatedCard:
             for stream in self.random.sample(self.streams, len(self.streams)):
                 for _ in range(self.random.randrange(4)):
                     stream.step()
+                    self._reuse_dropped()
 
     def run_until(self, reached: Callable[[], bool]) -> None:
         """Run work, in an order that chance picks, until something is so."""
@@ -224,6 +243,7 @@ class SimulatedCard:
                 order = self.random.sample(self.streams, len(self.streams))
                 # One step of one stream: were all moved on together, no stream would ever run ahead of another.
                 assert any(stream.step() for stream in order), "streams wait for each other for ever"
+                self._reuse_dropped()
 
     def settle(self) -> None:
         """Run everything."""

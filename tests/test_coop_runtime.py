@@ -147,7 +147,7 @@ def test_blocks_are_told_by_the_records_in_them() -> None:
     assert found == {256: (7,), 512: (-1,)}
     assert all(a.segment < b.segment for a, b in pairwise(area.places))
     del others
-    card.given_out[1].dropped = True
+    card.given_out[1].used = []
     assert {place.nbytes: place.records for place in addresses.areas(100)[0].places} == {256: (7,), 512: ()}
     device.close()
 

@@ -165,6 +165,20 @@ class Device(Protocol):
         """
         ...
 
+    def computes(self) -> None:
+        """The program computes on the calling thread's current stream, as far as the device has streams."""
+        ...
+
+    def meet(self) -> None:
+        """Besides: what is done there next, by Delta or by the program, is to come after what was enqueued on the other
+        streams on which the program was seen to compute.
+        """
+        ...
+
+    def share(self, storage: torch.UntypedStorage) -> None:
+        """Any of those streams may be using the storage: its memory is not used again before they are done."""
+        ...
+
     def bandwidth(self) -> Bandwidth:
         """Measured at the first call (under 0.3 s) and followed by the transfers made since. SwapError if the host
         tier fails.

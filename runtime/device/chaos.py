@@ -128,6 +128,15 @@ class ChaosDevice:
             as_bytes(storage).fill_(POISON)
         self._let_some_end()
 
+    def computes(self) -> None:
+        """There are no streams."""
+
+    def meet(self) -> None:
+        """There are no streams."""
+
+    def share(self, storage: torch.UntypedStorage) -> None:
+        """There are no streams."""
+
     def bandwidth(self) -> Bandwidth:
         return _BANDWIDTH
 

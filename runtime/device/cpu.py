@@ -110,6 +110,15 @@ class CpuDevice:
             return
         drop_pages(storage)
 
+    def computes(self) -> None:
+        """There are no streams."""
+
+    def meet(self) -> None:
+        """There are no streams."""
+
+    def share(self, storage: torch.UntypedStorage) -> None:
+        """There are no streams."""
+
     def bandwidth(self) -> Bandwidth:
         measured = self._rates.bandwidth()
         if measured is None:

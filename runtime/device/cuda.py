@@ -28,6 +28,7 @@ from delta.runtime.device.cuda_clock import EventClock
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import BlockBook, Listeners, Rates, limit_bytes
 from delta.runtime.device.staged import StagedMover
+from delta.runtime.device.streams import ComputeStreams
 from delta.runtime.host import PinnedPool
 from delta.runtime.rawmem import as_bytes
 from delta.runtime.spill import SpillFile
@@ -70,6 +71,7 @@ class CudaDevice:
         self._limit_bytes = limit_bytes(host.limit, int(psutil.virtual_memory().available))
         self._source = card.slab_source()
         self._pool = PinnedPool(self._source, self._limit_bytes)
+        self._computing = ComputeStreams(card)
         self._streams: dict[Direction, Stream] = {"out": card.new_stream(), "in": card.new_stream()}
         self._flights: dict[Direction, deque[_Flight]] = {"out": deque(), "in": deque()}
         self._lock = threading.RLock()
@@ -80,7 +82,9 @@ class CudaDevice:
         self._capped = self._closed = False
         self._last_use = card.memory_use()
         self._spilling = (
-            None if host.spill_dir is None else _Spilling(card, host.spill_dir, self._streams, self._listeners)
+            None
+            if host.spill_dir is None
+            else _Spilling(card, host.spill_dir, self._streams, self._computing, self._listeners)
         )
 
     def capacity_bytes(self) -> int:
@@ -164,7 +168,17 @@ class CudaDevice:
         self._reap()
 
     def release(self, storage: torch.UntypedStorage, tensors: int = 0) -> None:
-        """Nothing to do: the caching allocator takes the memory back in stream order."""
+        """The caching allocator takes the memory back in the order of the stream it was allocated on."""
+        self._computing.share(storage)
+
+    def computes(self) -> None:
+        self._computing.note()
+
+    def meet(self) -> None:
+        self._computing.meet()
+
+    def share(self, storage: torch.UntypedStorage) -> None:
+        self._computing.share(storage)
 
     def bandwidth(self) -> Bandwidth:
         measured = self._rates.bandwidth()
@@ -213,13 +227,12 @@ class CudaDevice:
         self._pool.close()
 
     def _launch(self, ticket: CudaTicket, hold: torch.UntypedStorage, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue the copy behind what the current stream has been given so far. The caller holds the lock."""
+        """Enqueue the copy behind what the streams that compute have been given so far. The caller holds the lock."""
         side, home = self._streams[ticket.direction], self._card.current_stream()
         self._book.begin(ticket.block)
         try:
-            reached, begin, end = self._card.new_event(), self._card.new_event(), self._card.new_event()
-            reached.record(home)
-            side.wait_event(reached)
+            begin, end = self._card.new_event(), self._card.new_event()
+            self._computing.lead(side)
             if ticket.block.writer is not None:  # a copy in, asked for before the copy out has ended
                 writer = _own(ticket.block.writer).flight
                 assert writer is not None
@@ -310,11 +323,16 @@ class _Spilling:
     """The second host tier: a spill file, for what does not fit into pinned memory."""
 
     def __init__(
-        self, card: Accelerator, directory: str, streams: dict[Direction, Stream], listeners: Listeners
+        self,
+        card: Accelerator,
+        directory: str,
+        streams: dict[Direction, Stream],
+        computing: ComputeStreams,
+        listeners: Listeners,
     ) -> None:
         self.file = SpillFile(directory)
         self.file.check()
-        self._mover = StagedMover(card, self.file, streams)
+        self._mover = StagedMover(card, self.file, streams, computing)
         self.lane = FileLane(self.file, self._mover, listeners, Rates())
 
     def close(self) -> None:

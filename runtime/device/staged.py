@@ -11,6 +11,7 @@ import torch
 
 from delta.runtime.device.accelerator import Accelerator, Stream
 from delta.runtime.device.base import Direction
+from delta.runtime.device.streams import ComputeStreams
 from delta.runtime.extents import Extent
 from delta.runtime.host import PinnedPool
 from delta.runtime.rawmem import as_bytes
@@ -22,17 +23,18 @@ class StagedMover:
     limit.
     """
 
-    def __init__(self, card: Accelerator, spill: SpillFile, streams: dict[Direction, Stream]) -> None:
+    def __init__(
+        self, card: Accelerator, spill: SpillFile, streams: dict[Direction, Stream], computing: ComputeStreams
+    ) -> None:
         self._card = card
         self._spill = spill
         self._streams = streams
+        self._computing = computing
         self._pool = PinnedPool(card.slab_source(), 2 * CHUNK_BYTES, 2 * CHUNK_BYTES)
         self._in_use: dict[Direction, threading.Lock] = {"out": threading.Lock(), "in": threading.Lock()}
 
     def order(self, direction: Direction) -> None:
-        reached = self._card.new_event()
-        reached.record(self._card.current_stream())
-        self._streams[direction].wait_event(reached)
+        self._computing.lead(self._streams[direction])
 
     def write(self, storage: torch.UntypedStorage, extent: Extent) -> None:
         data = as_bytes(storage)
