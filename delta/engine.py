@@ -49,7 +49,6 @@ from delta.types import (
     OpInfo,
     Preserve,
     Release,
-    SwapIn,
 )
 
 # A step is said to have missed its budget when its peak was over it by more than this.
@@ -551,9 +550,9 @@ class Engine:
         """The copy back did not happen; the host copy is still whole."""
         self.ledger.back_failed(record)
 
-    def swap_in_again(self, record: int, now_ns: int) -> SwapIn:
-        """Ask once more for a copy back that failed."""
-        return self._recall.swap_in(self.ledger[record], now_ns)
+    def swap_in_again(self, record: int, now_ns: int) -> None:
+        """A copy back that failed is asked for once more."""
+        self._recall.swap_in(self.ledger[record], now_ns)
 
     def host_room(self) -> None:
         """Host memory was given back: swapping may be tried again."""

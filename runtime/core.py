@@ -359,9 +359,10 @@ class Core:
         self._look()
         self._note_loose()
         self.engine.still_used(self._attached)
-        self.run(self.engine.need(handle, time.perf_counter_ns(), torch._C._current_graph_task_id() != -1))
+        needs = self.engine.need(handle, time.perf_counter_ns(), torch._C._current_graph_task_id() != -1)
         record = self.engine.ledger.resolve(handle)
         try:
+            self.run(needs)
             if not self.engine.ledger[record].held:
                 if (signs := self.encoder.stand_in(record)) is not None:
                     return view.over(signs)
@@ -406,7 +407,7 @@ class Core:
         return self._outside(func, args, kwargs)
 
     def rescue(self) -> None:
-        """An op of the user's found no device memory: evict all that can go."""
+        """An op of the user's, a replay or a copy back found no device memory: evict all that can go."""
         with self:
             self.oom_rescues += 1
             self.run(self.engine.rescue(time.perf_counter_ns()))

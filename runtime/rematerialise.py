@@ -43,7 +43,13 @@ class Rematerialiser:
         began_ns = time.perf_counter_ns()
         with only_lowest(core.modes_below):
             left = self._left(op, wanted) if recipe.again_ns is not None else {}
-            storages = replay(recipe, there.__getitem__, stolen, left)
+            try:
+                storages = replay(recipe, there.__getitem__, stolen, left)
+            except torch.OutOfMemoryError:
+                if stolen:  # it may have been written into
+                    raise
+                core.rescue()
+                storages = replay(recipe, there.__getitem__, stolen, left)
         ended_ns = time.perf_counter_ns()
         del there, left  # what is let go of next dies at once, and is heard of before the walk goes on
         for made in wanted:

@@ -1,13 +1,15 @@
 """Copies of whole storages to the host tier and back, as the engine asks for them.
 
-A copy out that fails leaves the device copy as the value; a copy back that fails is asked for once more before training
-has to stop with a SwapError. The device copy goes only after the host copy is whole (promise P4): letting go of it is
+A copy out that fails leaves the device copy as the value. A copy back that fails, or finds no memory to go to, is asked
+for once more when the value is needed, after everything that can go has gone if it was memory; only then training has
+to stop with the error. The device copy goes only after the host copy is whole (promise P4): letting go of it is
 an instruction the engine gives when it has been told.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,6 +80,11 @@ class Swap:
         self._core.run(self._core.engine.copied_out(record))
 
     def back(self, record: int) -> None:
+        """Begin a copy back. If it cannot be begun, whoever needs the value asks for it again."""
+        with suppress(SwapError, torch.OutOfMemoryError):
+            self._begin_back(record)
+
+    def _begin_back(self, record: int) -> None:
         slot = self._core.slots[record]
         assert slot.block is not None
         try:
@@ -92,15 +99,27 @@ class Swap:
         self._core.engine.coming()
 
     def await_back(self, record: int) -> None:
-        """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed."""
+        """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed or was
+        not even begun."""
         began_ns = time.perf_counter_ns()
         self._core.engine.late(record)
-        try:
+        with suppress(SwapError):
             self._wait_back(record)
-        except SwapError:
-            self._core.run([self._core.engine.swap_in_again(record, time.perf_counter_ns())])
+        if self._core.slots[record].alive() is None:
+            self._back_again(record)
             self._wait_back(record)
         self._core.waited(record, began_ns, "copy in")
+
+    def _back_again(self, record: int) -> None:
+        """Begin the copy once more; where there is no memory for it, after everything that can go has gone."""
+        core = self._core
+        core.engine.swap_in_again(record, time.perf_counter_ns())
+        with suppress(torch.OutOfMemoryError):
+            self._begin_back(record)
+            return
+        core.rescue()
+        core.engine.swap_in_again(record, time.perf_counter_ns())
+        self._begin_back(record)
 
     def _wait_back(self, record: int) -> None:
         ticket = self._core.slots[record].coming

@@ -1,0 +1,137 @@
+"""Where the device has no memory for what Delta brings back: all that can go goes, and it is tried once more. Only then
+the error is the user's, and nothing is lost."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import CASES, train
+
+import delta
+from delta.runtime import rematerialise
+from delta.runtime.codecs import _Bitmap
+from delta.runtime.device.cpu import CpuDevice
+from delta.runtime.recompute import replay
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),
+]
+STEPS = 3
+
+
+def policy(name: str, **more: object):
+    return delta.load_policy(name, {"filter.min_bytes": 0, **more})
+
+
+class Memory:
+    """Runs out for the calls whose numbers `short` says."""
+
+    def __init__(self, does: Callable, short: Callable[[int], bool]) -> None:
+        self.does, self.short, self.calls = does, short, 0
+
+    def __call__(self, *args: object) -> object:
+        self.calls += 1
+        if self.short(self.calls):
+            raise torch.OutOfMemoryError("no memory")
+        return self.does(*args)
+
+
+def for_copies_back(patch: pytest.MonkeyPatch, short: Callable[[int], bool]) -> Memory:
+    memory = Memory(CpuDevice.copy_in, short)
+    patch.setattr(CpuDevice, "copy_in", lambda *args: memory(*args))
+    return memory
+
+
+def for_replays(patch: pytest.MonkeyPatch, short: Callable[[int], bool]) -> Memory:
+    memory = Memory(replay, short)
+    patch.setattr(rematerialise, "replay", memory)
+    return memory
+
+
+@pytest.mark.parametrize("window", ["auto", 0])
+def test_a_copy_back_without_memory_is_asked_for_when_the_value_is_needed(monkeypatch, window):
+    plain = train(CASES["gpt"], STEPS)
+    memory = for_copies_back(monkeypatch, lambda call: call % 3 == 0)
+    with delta.evict(activations="40%", policy=policy("swap", **{"prefetch.window": window}), device="cpu") as run:
+        evicted = train(CASES["gpt"], STEPS)
+    assert plain.differences(evicted) == []
+    assert memory.calls > 6
+    assert run.report().oom_rescues == 0, "the second time there was memory"
+
+
+def test_a_copy_back_that_twice_finds_no_memory_makes_room(monkeypatch):
+    plain = train(CASES["gpt"], STEPS)
+    memory = for_copies_back(monkeypatch, lambda call: call % 6 in (4, 5))
+    chosen = policy("swap", **{"prefetch.window": 0})
+    with delta.evict(activations="40%", policy=chosen, device="cpu") as run:
+        evicted = train(CASES["gpt"], STEPS)
+    assert plain.differences(evicted) == []
+    assert run.report().oom_rescues == memory.calls // 6 > 0
+
+
+@pytest.mark.parametrize("name", ["recompute", "dtr"])
+def test_a_replay_without_memory_makes_room_and_is_run_once_more(monkeypatch, name):
+    plain = train(CASES["gpt"], STEPS)
+    memory = for_replays(monkeypatch, lambda call: call % 4 == 0)
+    with delta.evict(activations="40%", policy=policy(name), device="cpu") as run:
+        evicted = train(CASES["gpt"], STEPS)
+    assert plain.differences(evicted) == []
+    assert run.report().oom_rescues == memory.calls // 4 > 0
+
+
+@pytest.mark.parametrize(("name", "short_of"), [("swap", for_copies_back), ("recompute", for_replays)])
+def test_where_there_is_none_the_error_is_the_user_s_and_nothing_is_lost(monkeypatch, name, short_of):
+    plain = train(CASES["gpt"], STEPS)
+    with delta.evict(activations="40%", policy=policy(name), device="cpu") as run:
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            short_of(patch, lambda call: call > 5)
+            train(CASES["gpt"], STEPS)
+        assert pins(run) == 0
+        evicted = train(CASES["gpt"], STEPS)
+    assert plain.differences(evicted) == []
+    assert run._core is not None
+    assert (run._core.engine.ledger.handles, run._core.device.host_bytes()) == (0, 0)
+
+
+def pins(run: delta.evict) -> int:
+    assert run._core is not None
+    return sum(rec.pins for rec in run._core.engine.ledger.records.values())
+
+
+def test_a_replay_that_may_have_overwritten_what_it_reads_is_not_run_again(monkeypatch):
+    """The sum is made in the storage of the product, which nobody else wants."""
+
+    failed = []
+
+    def fails_late(recipe, *args):
+        made = replay(recipe, *args)
+        if recipe.facts.name == "aten.add_" and not failed:
+            failed.append(recipe)
+            raise torch.OutOfMemoryError("no memory")
+        return made
+
+    monkeypatch.setattr(rematerialise, "replay", fails_late)
+    weight = torch.randn(64, requires_grad=True)
+    with delta.evict(activations="0%", policy=policy("recompute"), device="cpu"):
+        loss = (weight * 2).add_(1).sin().sum()
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            loss.backward()
+
+
+def test_no_memory_to_decode_to_is_the_user_s_error_and_nothing_stays_pinned(monkeypatch):
+    x = torch.randn(64, 64, requires_grad=True)
+    chosen = policy("delta", **{"director.actions": ["keep", "encode"]})
+
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with delta.evict(activations="0%", policy=chosen, device="cpu") as run:
+        loss = torch.where(x > 0, x, -x).sum()
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            patch.setattr(_Bitmap, "decode", full)
+            loss.backward(retain_graph=True)
+        assert pins(run) == 0
+        loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.where(x > 0, 1.0, -1.0))
