@@ -6,7 +6,8 @@ and 6 of the design, section 6):
 - the batch-norm family updates running statistics that its schema does not mark as written;
 - `rrelu_with_noise` writes its noise argument;
 - results that depend on data (`topk`, `sort`, ...) decide what later ops do, so they are kept rather than made again;
-- on CUDA, ops that add with atomics need not give the same bits twice.
+- on CUDA, ops that add with atomics need not give the same bits twice;
+- convolutions there may take another algorithm the second time (`cudnn_chooses`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ _ATOMIC_ON_CUDA = {
     "index_reduce_", "embedding_bag", "_embedding_bag", "ctc_loss", "_ctc_loss", "nll_loss2d_forward",
     "grid_sampler_2d_backward", "grid_sampler_3d_backward",
 }  # fmt: skip
+_CUDNN_CHOOSES = {
+    "convolution", "_convolution", "convolution_overrideable", "cudnn_convolution", "cudnn_convolution_transpose",
+    "cudnn_convolution_relu", "cudnn_convolution_add_relu",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,16 @@ class OpFacts:
     """`mutates`: positions (or names, for keyword arguments) of arguments that are written.
 
     `statistics`: positions of running statistics, written where the argument at `training` says so (None: always).
+
+    `cudnn_chooses`: on CUDA the algorithm, and with it the last bits, is the one that cuDNN finds fastest where
+    `torch.backends.cudnn.benchmark` is on, anew in each thread; else it is given by the call, unless there is no memory
+    for what that algorithm works with: then another is taken, in silence (PyTorch's `Conv_v8.cpp`).
     """
 
     name: str
     replayable: bool
     replayable_on_cuda: bool
+    cudnn_chooses: bool
     seeded: bool
     mutates: tuple[int | str, ...]
     statistics: tuple[int, ...]
@@ -93,6 +103,7 @@ def facts_of(func: OpOverload) -> OpFacts:
         name=f"{func.namespace}.{short}",
         replayable=may,
         replayable_on_cuda=may and short not in _ATOMIC_ON_CUDA,
+        cudnn_chooses=func.namespace == "aten" and short in _CUDNN_CHOOSES,
         seeded=torch.Tag.nondeterministic_seeded in tags,
         mutates=tuple(mutates),
         statistics=statistics,

@@ -26,6 +26,12 @@ from delta.types import Kind, OpInfo
 if TYPE_CHECKING:
     from delta.runtime.core import Core
 
+_SEARCHED = (
+    "torch.backends.cudnn.benchmark is on: cuDNN looks for the fastest algorithm of a convolution anew in backward's "
+    "thread, and another algorithm gives other bits, so convolutions are not recomputed. Set it to False to have them "
+    "recomputed."
+)
+
 
 class Recorder(TorchDispatchMode):
     """Records into `core` while it is on the mode stack."""
@@ -112,6 +118,7 @@ class Recorder(TorchDispatchMode):
             inputs = self._inputs(call.tensors)
             preserved = core.writes.begin(written)
             generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
+            refusals = core.device.refusals() if facts.cudnn_chooses else 0
             began_ns, mark = time.perf_counter_ns(), core.clock.start()
             result = core.rescued(func, args, kwargs)
             token = core.clock.stop(mark)
@@ -121,7 +128,7 @@ class Recorder(TorchDispatchMode):
             products = self._products(results, call.tensors, new_versions)
             if products:
                 recipe = None
-                if inputs is not None and self._replayable(facts, results, generator):
+                if inputs is not None and self._replayable(facts, results, generator, refusals):
                     again_ns = self._again_ns(func, args, results, products)
                     recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state, again_ns)
                 cost_ns = core.took_ns(recipe, token)
@@ -191,9 +198,23 @@ class Recorder(TorchDispatchMode):
                 products.append(Product(record, nbytes, View.of(tensor), result=index))
         return tuple(products)
 
-    def _replayable(self, facts: OpFacts, results: Sequence[Tensor], generator: torch.Generator | None) -> bool:
-        may = facts.replayable_on_cuda if self._core.device.kind == "cuda" else facts.replayable
+    def _replayable(
+        self, facts: OpFacts, results: Sequence[Tensor], generator: torch.Generator | None, refusals: int
+    ) -> bool:
+        on_cuda = self._core.device.kind == "cuda"
+        may = facts.replayable_on_cuda if on_cuda else facts.replayable
+        if may and on_cuda and facts.cudnn_chooses:
+            may = self._chosen_again(refusals)
         return may and (not facts.seeded or generator is not None) and all(is_plain(tensor) for tensor in results)
+
+    def _chosen_again(self, refusals: int) -> bool:
+        """Whether cuDNN will take the same algorithm as for the call that has just ended. `refusals` are those before
+        it."""
+        core = self._core
+        if torch._C._get_cudnn_benchmark():
+            core.engine.totals.warn("cudnn.benchmark", _SEARCHED)
+            return False
+        return core.device.refusals() == refusals
 
 
 def tensors_written(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from delta.runtime.modes import only_lowest
-from delta.runtime.recompute import replay
+from delta.runtime.recompute import Recipe, replay
 from delta.types import OpInfo
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
+
+Storages = Mapping[int, torch.UntypedStorage]  # by record
 
 
 class Rematerialiser:
@@ -43,13 +45,7 @@ class Rematerialiser:
         began_ns = time.perf_counter_ns()
         with only_lowest(core.modes_below):
             left = self._left(op, wanted) if recipe.again_ns is not None else {}
-            try:
-                storages = replay(recipe, there.__getitem__, stolen, left)
-            except torch.OutOfMemoryError:
-                if stolen:  # it may have been written into
-                    raise
-                core.rescue()
-                storages = replay(recipe, there.__getitem__, stolen, left)
+            storages = self._storages(recipe, there, stolen, left)
         ended_ns = time.perf_counter_ns()
         del there, left  # what is let go of next dies at once, and is heard of before the walk goes on
         for made in wanted:
@@ -66,6 +62,33 @@ class Rematerialiser:
         if core.timeline.active:
             nbytes = sum(product.nbytes for product in recipe.products if product.record in wanted)
             core.emit("recomputed", record=op.outputs[0], nbytes=nbytes, op=op.name, start_ns=began_ns, end_ns=ended_ns)
+
+    def _storages(
+        self, recipe: Recipe, there: Storages, stolen: frozenset[int], left: Storages
+    ) -> dict[int, torch.UntypedStorage]:
+        """What the replay makes; where it finds no memory, what it makes after all that can go has gone."""
+        try:
+            return self._as_before(recipe, there, stolen, left)
+        except torch.OutOfMemoryError:
+            if stolen:  # it may have been written into
+                raise
+        self._core.rescue()
+        return self._as_before(recipe, there, stolen, left)
+
+    def _as_before(
+        self, recipe: Recipe, there: Storages, stolen: frozenset[int], left: Storages
+    ) -> dict[int, torch.UntypedStorage]:
+        """What the replay makes, by the algorithm of the first time. OutOfMemoryError where there is no memory for
+        that."""
+        device, chooses = self._core.device, recipe.facts.cudnn_chooses
+        refusals = device.refusals() if chooses else 0
+        storages = replay(recipe, there.__getitem__, stolen, left)
+        if chooses and device.refusals() != refusals:
+            raise torch.OutOfMemoryError(
+                f"replaying {recipe.facts.name} found no memory for the algorithm it ran with, and another gives other "
+                "bits. Leave more free for workspaces (budget.reserve in the policy), or give a smaller batch."
+            )
+        return storages
 
     def _left(self, op: OpInfo, wanted: Sequence[int]) -> dict[int, torch.UntypedStorage]:
         """What the op made the first time and is still on the device."""

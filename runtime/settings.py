@@ -38,6 +38,7 @@ _ON_CPU = (
 _ON_CUDA = (
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     _precision("cuda", "matmul"),
     _precision("cuda", "conv"),
 )

@@ -109,7 +109,7 @@ class SimulatedCard:
     emptied: int = 0
     shared: list[str] = field(default_factory=list)
     slabs: int = 0
-    use: tuple[int, int, int] = (0, 0, 0)  # what the allocator says: bytes now, at most, ever
+    use: tuple[int, ...] = (0, 0, 0)  # what the allocator says: bytes now, at most, ever; how often it had none
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()

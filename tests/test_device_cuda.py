@@ -60,6 +60,12 @@ def test_a_peak_between_two_looks_is_the_allocator_s_where_that_has_risen(card: 
     device.close()
 
 
+def test_the_allocator_s_refusals_are_told(card: SimulatedCard, device: CudaDevice) -> None:
+    assert device.refusals() == 0
+    card.use = (0, 0, 0, 3)
+    assert device.refusals() == 3
+
+
 def test_directions_have_a_stream_each(card: SimulatedCard, device: CudaDevice) -> None:
     out = device.copy_out(filled())
     device.wait(out)

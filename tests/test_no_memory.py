@@ -135,3 +135,27 @@ def test_no_memory_to_decode_to_is_the_user_s_error_and_nothing_stays_pinned(mon
         loss.backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.where(x > 0, 1.0, -1.0))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_convolution_whose_replay_finds_no_memory_to_work_with_is_replayed_again(monkeypatch, times):
+    """cuDNN takes another algorithm then, and says nothing; the allocator counts it."""
+    refusals, replays = [0], list[str]()
+
+    def counted(recipe, *args):
+        replays.append(recipe.facts.name)
+        refusals[0] += recipe.facts.name == "aten.convolution" and replays.count("aten.convolution") <= times
+        return replay(recipe, *args)
+
+    monkeypatch.setattr(rematerialise, "replay", counted)
+    monkeypatch.setattr(CpuDevice, "refusals", lambda _: refusals[0])
+    x, weight = torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3, requires_grad=True)
+    with delta.evict(activations="0%", policy=policy("recompute"), device="cpu") as run:
+        loss = torch.nn.functional.conv2d(x, weight).sin().sum()
+        if times == 1:
+            loss.backward()
+            assert replays.count("aten.convolution") == 2
+        else:
+            with pytest.raises(torch.OutOfMemoryError, match=r"aten.convolution found no memory for the algorithm"):
+                loss.backward()
+    assert run.report().oom_rescues == 1

@@ -8,6 +8,14 @@ from delta.runtime.opfacts import facts_of
 aten = torch.ops.aten
 
 
+@pytest.mark.parametrize(
+    ("func", "chooses"),
+    [(aten.convolution.default, True), (aten.cudnn_convolution.default, True), (aten.mm.default, False)],
+)
+def test_whose_algorithm_cudnn_chooses(func, chooses):
+    assert facts_of(func).cudnn_chooses is chooses
+
+
 # -- batch-norm statistics --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("func", "positions", "training"),

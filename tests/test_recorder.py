@@ -361,6 +361,48 @@ def test_a_generator_that_was_given_is_the_one_kept(core):
     assert generator.initial_seed() == 10, "the same one"
 
 
+# -- convolutions on CUDA ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def on_cuda(core, monkeypatch):
+    """The session as it would be on CUDA; returns what the allocator says to how often it had nothing to give."""
+    refusals = [0]
+    monkeypatch.setattr(core.device, "kind", "cuda")
+    monkeypatch.setattr(core.device, "refusals", lambda: refusals[0])
+    return refusals
+
+
+def convolved(core) -> bool:
+    """Whether a convolution that runs now may be replayed."""
+    with Recorder(core):
+        kept = torch.nn.functional.conv2d(torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3))
+    assert kept.numel() and names(core)[-1] == "aten.convolution"
+    return last(core).replayable
+
+
+def test_a_convolution_is_replayed(core, on_cuda):
+    assert convolved(core)
+
+
+def test_a_convolution_whose_algorithm_is_searched_for_is_not_replayed_on_cuda(core, on_cuda, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert not convolved(core)
+    assert not convolved(core)
+    (told,) = core.engine.totals.warnings
+    assert told.startswith("torch.backends.cudnn.benchmark is on")
+
+
+def test_elsewhere_it_is(core, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert convolved(core)
+
+
+def test_a_convolution_that_went_without_memory_it_asked_for_is_not_replayed(core, on_cuda, monkeypatch):
+    """It took another algorithm than the first choice, which a replay might have memory for."""
+    runs = core._outside
+    monkeypatch.setattr(core, "_outside", lambda *call: on_cuda.append(on_cuda.pop() + 1) or runs(*call))
+    assert not convolved(core)
+
+
 # -- out of memory ----------------------------------------------------------------------------------------------------
 def test_an_op_that_runs_out_of_memory_runs_once_more(core, monkeypatch):
     rescued = []

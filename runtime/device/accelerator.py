@@ -39,11 +39,14 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What the allocator has given out: now, at most since somebody last reset that, and ever, given back or not."""
+    """What the allocator has given out: now, at most since somebody last reset that, and ever, given back or not.
+    `refusals`: how often it had nothing to give.
+    """
 
     now_bytes: int
     peak_bytes: int
     ever_bytes: int
+    refusals: int = 0
 
 
 class Accelerator(Protocol):
@@ -129,7 +132,8 @@ class CudaCard:
         """In one question, without the flat and sorted copy that `memory_allocated` makes of the answer."""
         facts = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         allocated = facts["allocated_bytes"]["all"] if facts else {"current": 0, "peak": 0, "allocated": 0}
-        return MemoryUse(allocated["current"], allocated["peak"], allocated["allocated"])
+        refusals = facts.get("num_ooms", 0)
+        return MemoryUse(allocated["current"], allocated["peak"], allocated["allocated"], refusals)
 
     def total_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)

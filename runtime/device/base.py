@@ -129,6 +129,12 @@ class Device(Protocol):
         """
         ...
 
+    def refusals(self) -> int:
+        """How often the allocator has found no memory, as far as it counts that: whoever asked may have gone another
+        way and said nothing.
+        """
+        ...
+
     def memory_blocks(self) -> list[MemoryBlock] | None:
         """All that the allocator has reserved, in the order of addresses; None: this device has no such order."""
         ...

@@ -83,6 +83,9 @@ class ChaosDevice:
         used = self.used_bytes()
         return used, used
 
+    def refusals(self) -> int:
+        return 0
+
     def memory_blocks(self) -> None:
         """The heap is not ours to look into."""
 

@@ -77,6 +77,9 @@ class CpuDevice:
         kept = 0 if over else max(0, resident - now)
         return now, max(now, self._peak_bytes - kept)
 
+    def refusals(self) -> int:
+        return 0
+
     def memory_blocks(self) -> None:
         """The heap is not ours to look into."""
 

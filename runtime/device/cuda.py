@@ -106,6 +106,9 @@ class CudaDevice:
             most = min(most, now.peak_bytes)
         return now.now_bytes, max(now.now_bytes, most)
 
+    def refusals(self) -> int:
+        return self._card.memory_use().refusals
+
     def memory_blocks(self) -> list[MemoryBlock]:
         return self._card.memory_blocks()
 
