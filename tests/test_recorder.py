@@ -384,7 +384,7 @@ def test_a_convolution_is_replayed(core, on_cuda):
 
 
 def test_a_convolution_whose_algorithm_is_searched_for_is_not_replayed_on_cuda(core, on_cuda, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch._C, "_get_cudnn_benchmark", lambda: True)
     assert not convolved(core)
     assert not convolved(core)
     (told,) = core.engine.totals.warnings
@@ -392,7 +392,7 @@ def test_a_convolution_whose_algorithm_is_searched_for_is_not_replayed_on_cuda(c
 
 
 def test_elsewhere_it_is(core, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch._C, "_get_cudnn_benchmark", lambda: True)
     assert convolved(core)
 
 
