@@ -19,7 +19,6 @@ from delta.headroom import Beside
 from delta.learner import KINDS, ROOMIER, Learner, Profile
 from delta.planner.estimate import Dims
 from delta.planner.family import Expectation, Family
-from delta.planner.steplog import build_graph
 from delta.types import Action, Kind, Look
 from delta.units import Share
 
@@ -158,7 +157,7 @@ class FamilyLearner(Learner):
         return all(expected.foresaw(*saved) for saved in self._saved_bytes())
 
     def _learn_size(self, forced: Mapping[int, Action]) -> Family:
-        graph = build_graph(self.log, self.min_bytes)
+        graph = self._graph()
         structure = tuple(self.log.signatures)
         family = next((known for known in self.families if known.takes(structure, self.dims, graph)), None)
         if family is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from delta.headroom import Beside
-from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
+from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
 from delta.routine import Call, Routine, ways_of
 from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
 
@@ -73,6 +73,7 @@ class Learner:
     standing_bytes: int = 0  # resident when the step began: left over from another
     given_up: bool = False  # this step is too long to be learned from
     heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
+    device_times: Callable[[], StepTimes] | None = None  # of the step so far, where the host works ahead of the device
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
     selective: bool = True  # whether routines are followed at all
@@ -313,7 +314,7 @@ class Learner:
     ) -> None:
         log, profile = self.log, self._profile_of_step()
         if profile is None and log.asked and (fitted or (self.recorded and log.needs)):
-            graph = with_beside(build_graph(log, self.min_bytes), beside)
+            graph = with_beside(self._graph(), beside)
             profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim, beside=beside)
             profile.calls = tuple(log.calls)
             self.profiles.insert(0, profile)
@@ -387,6 +388,12 @@ class Learner:
         self._left_midway = False
         self.late.clear()
 
+    def _graph(self) -> StepGraph:
+        """The step that has ended."""
+        if self.device_times is not None:
+            self.log.timed(self.device_times())
+        return build_graph(self.log, self.min_bytes)
+
     def _profile_of_step(self) -> Profile | None:
         whole = tuple(self.log.signatures)
         return next((p for p in self.profiles if p.signatures == whole), None)
@@ -409,7 +416,7 @@ class Learner:
         again = False
         if self.recorded and profile.refined < REFINEMENTS:
             profile.refined += 1
-            known, profile.graph = profile.graph, refine(profile.graph, build_graph(self.log, self.min_bytes))
+            known, profile.graph = profile.graph, refine(profile.graph, self._graph())
             profile.calls = tuple(self.log.calls)
             again = not exact or profile.graph.ops != known.ops
         rise_bytes, fall_bytes = self._beside_moved(profile, beside)

@@ -9,7 +9,8 @@ bool that is neither 0 nor 1, a third value, a wider range) are refused when it 
 element tells whether it is not below or equal to zero, which NaN is not.
 
 All work through a storage in pieces of `PIECE` elements. Besides the two forms, encoding and decoding take at most 16
-bytes for each element of a piece, 4 MiB.
+bytes for each element of a piece, 4 MiB. What does not fit is noted on the device and asked for once, at the end: on a
+card every answer stops the host until all that went before is done.
 """
 
 from __future__ import annotations
@@ -100,19 +101,20 @@ class Bits:
         with _unseen():
             elements = _over(storage, _PATTERN[self.itemsize])
             bits = _bitmap_for(elements)
+            misfit = _nothing_yet(elements)
             zero, one = (0, 1) if self.itemsize == 1 else (int(elements[0]), None)
             for start, piece in _pieces(elements):
                 ones = _eights(piece if self.itemsize == 1 else (piece != zero).view(torch.uint8))
                 if self.itemsize == 1:
-                    fits = not bool((ones & ~_SPREAD).any())
-                elif not bool(ones.any()):
-                    fits = True
+                    misfit |= (ones & ~_SPREAD).any()
                 else:
-                    one = int(piece[ones.view(torch.uint8).argmax()]) if one is None else one
-                    fits = torch.equal(_eights((piece == one).view(torch.uint8)), ones)
-                if not fits:
-                    return None
+                    if one is None and bool(ones.any()):
+                        one = int(piece[ones.view(torch.uint8).argmax()])
+                    if one is not None:
+                        misfit |= (_eights((piece == one).view(torch.uint8)) != ones).any()
                 _pack(ones, bits, start)
+            if bool(misfit):
+                return None
             return _Bitmap(bits, _PATTERN[self.itemsize], storage.nbytes(), zero, zero if one is None else one)
 
 
@@ -137,11 +139,13 @@ class Signs:
             bits = _bitmap_for(elements)
             marks = torch.tensor([1.0, torch.finfo(self.dtype).tiny], dtype=self.dtype, device="cpu")
             one, normal = marks.view(pattern).tolist()
+            misfit = _nothing_yet(elements)
             for start, piece in _pieces(elements):
                 magnitudes = piece.view(pattern)
-                if bool(((magnitudes > 0) & (magnitudes < normal)).any()):
-                    return None
+                misfit |= ((magnitudes > 0) & (magnitudes < normal)).any()
                 _pack(_eights((piece <= 0).logical_not_().view(torch.uint8)), bits, start)
+            if bool(misfit):
+                return None
             return _Bitmap(bits, pattern, storage.nbytes(), 0, one)
 
 
@@ -176,6 +180,11 @@ class _Bitmap:
 def _bitmap_for(elements: Tensor) -> Tensor:
     """Room for one bit for each element."""
     return torch.empty(-(-elements.numel() // 8), dtype=torch.uint8, device=elements.device)
+
+
+def _nothing_yet(elements: Tensor) -> Tensor:
+    """Where what does not fit is noted."""
+    return torch.zeros((), dtype=torch.bool, device=elements.device)
 
 
 def _pack(ones: Tensor, bits: Tensor, start: int) -> None:

@@ -27,6 +27,7 @@ from delta.record import Host
 from delta.runtime.batch_norm import Trials
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
+from delta.runtime.moments import Moments
 from delta.runtime.persistent import Persistent
 from delta.runtime.planning import PlanningAside
 from delta.runtime.rawmem import sole_owner
@@ -72,6 +73,9 @@ class Core:
         self.persistent = persistent
         self.timeline = timeline
         self.clock = device.clock()
+        self.moments = Moments(self.clock) if self.clock.late else None
+        if self.moments is not None:
+            engine.learner.device_times = self.moments.so_far
         self.watch = Watch(self)
         self.swap = Swap(self)
         self.encoder = Encoder(self)
@@ -331,9 +335,17 @@ class Core:
             self._attached.append(record)
             if engine.encodes:
                 self.encoder.offer(record, tensor)
-        self.run(engine.saved(record, signature, now_ns, look))
+        instructions = engine.saved(record, signature, now_ns, look)
+        self._note_moment()
+        self.run(instructions)
         self.emit("saved", record=record, nbytes=rec.nbytes)
         return record
+
+    def _note_moment(self) -> None:
+        """The engine was told of a save or a need; when that is on the device is of interest where the step may be
+        learned from."""
+        if self.moments is not None and self.engine.learner.recorded:
+            self.moments.saw(self.engine.learner.log)
 
     def _note_loose(self) -> None:
         """Find the saved storages that the program itself, or backward, has let go of since this was last looked at."""
@@ -360,6 +372,7 @@ class Core:
         self._note_loose()
         self.engine.still_used(self._attached)
         needs = self.engine.need(handle, time.perf_counter_ns(), torch._C._current_graph_task_id() != -1)
+        self._note_moment()
         record = self.engine.ledger.resolve(handle)
         try:
             self.run(needs)
@@ -488,8 +501,16 @@ class Core:
         self._excluded_ns += ns
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
+    def begins(self) -> int:
+        """What begins now is not the step's own work; `spent` tells of its end. Returns the time."""
+        if self.moments is not None:
+            self.moments.interrupted(self.engine.learner.log)
+        return time.perf_counter_ns()
+
     def spent(self, ns: int) -> None:
         """Time that is not Delta's own overhead and not the step's own work."""
+        if self.moments is not None:
+            self.moments.resumed(self.engine.learner.log)
         self._excluded_ns += ns
         self.engine.lost(ns)
 

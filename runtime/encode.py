@@ -58,7 +58,7 @@ class Encoder:
         if not rec.being_encoded and not rec.stood_in_for:
             return  # held again
         assert slot.codec is not None
-        began_ns = time.perf_counter_ns()
+        began_ns = core.begins()
         core.device.meet()
         try:
             form = slot.codec.encode(slot.storage)
@@ -79,7 +79,7 @@ class Encoder:
         """Make the device copy again and let go of the smaller form."""
         core, slot = self._core, self._core.slots[record]
         assert slot.form is not None
-        began_ns = time.perf_counter_ns()
+        began_ns = core.begins()
         try:
             slot.storage = self._decoded(slot.form)
         except torch.OutOfMemoryError:
@@ -96,7 +96,7 @@ class Encoder:
         if slot.form is None or not relu_asks():
             return None
         core.run(core.engine.allocating(core.engine.ledger[record].nbytes, time.perf_counter_ns()))
-        began_ns = time.perf_counter_ns()
+        began_ns = core.begins()
         storage = self._decoded(slot.form)
         core.engine.stood_in(record)
         core.waited(record, began_ns, "decode")

@@ -42,7 +42,7 @@ class Rematerialiser:
         core.writes.refuse_unseen(op)
         wanted, stolen = engine.made_again(op), engine.stealable(op)
         recipe = next(slot.recipe for r in op.outputs if (slot := core.slots.get(r)) is not None and slot.recipe)
-        began_ns = time.perf_counter_ns()
+        began_ns = core.begins()
         with only_lowest(core.modes_below):
             left = self._left(op, wanted) if recipe.again_ns is not None else {}
             storages = self._storages(recipe, there, stolen, left)

@@ -58,10 +58,10 @@ class Swap:
         ticket = self._core.slots[record].going if record in self._core.slots else None
         if ticket is None:
             return
-        began_ns = time.perf_counter_ns()
+        began_ns = self._core.begins()
         failed: type[SwapError] | None = None  # not the error: its frames would keep the program's tensors alive
         try:
-            self._core.device.wait(ticket)
+            self._core.device.let_go_after(ticket)
         except SwapError as error:
             failed = type(error)
         self._core.waited(record, began_ns, "copy out")
@@ -101,7 +101,7 @@ class Swap:
     def await_back(self, record: int) -> None:
         """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed or was
         not even begun."""
-        began_ns = time.perf_counter_ns()
+        began_ns = self._core.begins()
         self._core.engine.late(record)
         with suppress(SwapError):
             self._wait_back(record)

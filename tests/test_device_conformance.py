@@ -41,9 +41,13 @@ class Rig:
 
     device: Device
     settle: Callable[[], None]
+    allocate: Callable[[int], torch.UntypedStorage] | None = None  # from the card, where that is simulated
 
     def storage(self, nbytes: int, seed: int = 0) -> torch.UntypedStorage:
-        storage = torch.UntypedStorage(nbytes, device=self.device.torch_device)
+        if self.allocate is not None:
+            storage = self.allocate(nbytes)
+        else:
+            storage = torch.UntypedStorage(nbytes, device=self.device.torch_device)
         _flat(storage).copy_(pattern(nbytes, seed))
         return storage
 
@@ -76,7 +80,7 @@ def make_rig(name: str, spill_dir: Path, room_bytes: int = ROOM) -> Rig:
         host = HostConfig(limit=Bytes(0), spill_dir=str(spill_dir))
     if kind.startswith("simulated"):
         card = SimulatedCard(int(seed))
-        return Rig(CudaDevice(card, host), card.settle)
+        return Rig(CudaDevice(card, host), card.settle, card.allocate)
     if kind.startswith("cuda"):
         return Rig(make_device("cuda", host), torch.cuda.synchronize)
     return Rig(make_device(name, host), lambda: None)
@@ -141,6 +145,18 @@ def test_the_source_lives_until_the_copy_is_complete_and_no_longer(rig: Rig) -> 
     assert ticket.storage is None
     rig.settle()
     assert alive.expired()
+
+
+def test_a_source_may_be_dropped_before_its_copy_is_known_to_have_ended(rig: Rig) -> None:
+    rig.device.computes()
+    storages = [rig.storage(BIG, seed) for seed in range(6)]
+    outs = [rig.device.copy_out(storage) for storage in storages]
+    for ticket in outs:
+        rig.device.let_go_after(ticket)
+        rig.device.release(storages[0])
+        del storages[0]
+    for seed, ticket in enumerate(outs):
+        assert torch.equal(rig.bytes_in(rig.device.copy_in(ticket.block)), pattern(BIG, seed))
 
 
 def test_times_are_in_order(rig: Rig) -> None:

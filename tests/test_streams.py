@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from simulated_card import SimulatedCard, SimulatedStream
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import delta
 from delta.config import HostConfig
@@ -151,8 +152,9 @@ def test_with_one_stream_there_is_nothing_to_do(card: SimulatedCard) -> None:
     device.meet()
     storage = filled(card)
     device.share(storage)
-    device.release(storage)
     assert (list(card.compute.work), card.shared) == ([], [])
+    device.release(storage)
+    assert card.shared == ["stream0"], "which does nothing, unless it was allocated on another stream"
     device.close()
 
 
@@ -164,6 +166,70 @@ def test_the_simulated_card_uses_dropped_memory_again(seed: int) -> None:
     card.settle()
     assert memory.reused
     assert set(memory.content) == {0xEE}
+
+
+# -- the source of a copy out that has not ended ----------------------------------------------------------------------
+def no_luck(card: SimulatedCard) -> None:
+    """From here on nothing runs on its own."""
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]
+
+
+def test_to_let_go_after_a_copy_does_not_stop_the_host() -> None:
+    card = SimulatedCard()
+    device = a_device(card)
+    no_luck(card)
+    storage = filled(card)
+    alive = StorageWeakRef(storage)
+    out = device.copy_out(storage)
+    device.let_go_after(out)
+    del storage
+    assert card.ran == []
+    assert alive.expired(), "the device does not keep it either"
+    device.close()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_its_memory_is_not_used_again_before_the_copy(seed: int, elsewhere: bool) -> None:
+    """Allocated on the stream that computes or on another, which Delta never saw: that of a loader, say."""
+    card = SimulatedCard(seed)
+    device = a_device(card)
+    computes = card.compute
+    if elsewhere:
+        card.compute = card.new_stream()
+    storage = filled(card, 9)
+    card.compute = computes
+    memory = card.given_out[-1]
+    out = device.copy_out(storage)
+    device.let_go_after(out)
+    del storage
+    back = device.copy_in(out.block)
+    device.wait(back)
+    card.settle()
+    assert all_are(back.storage, 9)
+    assert memory.reused
+    device.close()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_with_several_streams_the_copy_is_waited_for(seed: int) -> None:
+    card = SimulatedCard(seed)
+    device = a_device(card)
+    storage = filled(card)
+    on_another(card, device)
+    out = device.copy_out(storage)
+    device.let_go_after(out)
+    assert out.finished_ns is not None
+    device.close()
+
+
+def test_a_copy_to_the_file_is_waited_for(spill_dir: Path) -> None:
+    card = SimulatedCard()
+    device = a_device(card, spill_dir)
+    out = device.copy_out(filled(card))
+    device.let_go_after(out)
+    assert out.finished_ns is not None
+    device.close()
 
 
 # -- when the device is asked, in a training --------------------------------------------------------------------------

@@ -18,6 +18,15 @@ from delta.planner.turns import Turn, turns_of
 from delta.types import Action, Encoding, Kind, OpInfo
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Net times in a step by the device's clock: of first saves, of needs, and of its end."""
+
+    save_ns: tuple[int, ...] = ()
+    need_ns: tuple[int, ...] = ()
+    end_ns: int = 0
+
+
 @dataclass(slots=True)
 class StepLog:
     """Events of one step, record ids as the ledger gave them."""
@@ -41,6 +50,13 @@ class StepLog:
     turn_ends: list[tuple[int, int, int]] = field(default_factory=list)  # needs, ops and net time when a turn ended
     released_in: list[int] = field(default_factory=list)  # for each release, the turns that had ended
     calls: list[tuple[object, int]] = field(default_factory=list)  # what was called in forward, and its index in `ops`
+
+    def timed(self, times: StepTimes) -> None:
+        """The device's times are these; where they are not of all this step, the host's stand."""
+        if (len(times.save_ns), len(times.need_ns)) == (len(self.saves), len(self.needs)):
+            self.save_ns = list(times.save_ns)
+            self.needs = [(order, at_ns) for (order, _), at_ns in zip(self.needs, times.need_ns, strict=True)]
+            self.end_ns = times.end_ns
 
 
 @dataclass(frozen=True, slots=True)

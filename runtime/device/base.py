@@ -7,8 +7,8 @@ Failure contract (nothing is ever lost):
   and the device has already given the host room back.
 - `Device.copy_in` leaves the host block as it is. If the copy fails, `ready` and `wait` raise, the destination is
   dropped, and the copy may be asked for again.
-- Whoever asked for a copy out drops its own reference to the source only after `ready` returned True or `wait`
-  returned.
+- Whoever asked for a copy out drops its own reference to the source only after `ready` returned True, or `wait` or
+  `let_go_after` returned.
 - A block given to `Device.free` is dead for its owner; the room itself is reused only when no transfer reads or
   writes it any more.
 
@@ -90,8 +90,10 @@ class MemoryBlock:
 
 class OpClock(Protocol):
     """Times work on the device. ``start`` and ``stop`` never wait for it; marks and tokens mean nothing to anyone
-    else.
+    else. ``late``: the host works ahead of the device, and its own clock says little of when things happen there.
     """
+
+    late: bool
 
     def start(self) -> Any: ...
 
@@ -156,6 +158,12 @@ class Device(Protocol):
     def wait(self, ticket: Ticket) -> None:
         """Copy in: the data is there for the calling thread's current stream. Copy out: the host copy is complete. Or
         SwapError.
+        """
+        ...
+
+    def let_go_after(self, ticket: Ticket) -> None:
+        """Copy out: from now on its source may be dropped, though the host copy may not be complete yet: the memory
+        goes to other work in the order of the stream, which comes after the copy. SwapError if the copy failed.
         """
         ...
 

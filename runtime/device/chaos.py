@@ -121,6 +121,9 @@ class ChaosDevice:
         self._end(_own(ticket))
         ticket.raise_failure()
 
+    def let_go_after(self, ticket: Ticket) -> None:
+        self.wait(ticket)
+
     def free(self, block: HostBlock) -> None:
         self._book.free(block)
         self._let_some_end()

@@ -99,6 +99,9 @@ class CpuDevice:
         _own(ticket).finish()
         ticket.raise_failure()
 
+    def let_go_after(self, ticket: Ticket) -> None:
+        self.wait(ticket)
+
     def free(self, block: HostBlock) -> None:
         self._lane.free(block)
 

@@ -2,8 +2,8 @@
 them if the policy names a directory. Its logic is tested against a simulated card; it has never run on a GPU.
 
 How memory stays valid without `record_stream` (which postpones reuse without bound): a flight keeps source and
-destination alive until the transfer's event has passed, or until the stream that the destination was allocated on
-waits for that event, from when on that stream's own order protects it. Destinations are allocated on the caller's
+destination alive until the transfer's event has passed, or until the stream that they were allocated on waits for that
+event, from when on that stream's own order protects them. Destinations are allocated on the caller's
 current stream, and the side stream waits for that point before it writes, since the memory may still be read by work
 enqueued before. The current stream is asked for at each use: backward runs on another thread.
 
@@ -162,6 +162,21 @@ class CudaDevice:
             self._wait_in(_own(ticket))
         ticket.raise_failure()
 
+    def let_go_after(self, ticket: Ticket) -> None:
+        """The host works ahead of the card: were it to wait for the copy, the card would soon have nothing to do."""
+        if isinstance(ticket, FileTicket) or not self._computing.only_here:
+            self.wait(ticket)
+            return
+        own, current = _own(ticket), self._card.current_stream()
+        with self._lock:
+            if own.flight is not None and own.storage is not None:
+                current.wait_event(own.flight.end)
+                self._card.share_with(
+                    own.storage, current
+                )  # it may have been allocated on another, and shared with this
+                own.flight.hold = own.storage = None
+        ticket.raise_failure()
+
     def free(self, block: HostBlock) -> None:
         if block.place == "file":
             assert self._spilling is not None
@@ -181,7 +196,8 @@ class CudaDevice:
         self._computing.meet()
 
     def share(self, storage: torch.UntypedStorage) -> None:
-        self._computing.share(storage)
+        if self._computing.several:
+            self._computing.share(storage)
 
     def bandwidth(self) -> Bandwidth:
         measured = self._rates.bandwidth()

@@ -19,6 +19,8 @@ class Span:
 class EventClock:
     """See `delta.runtime.device.base.OpClock`. Safe in several threads: list.pop and list.append are atomic."""
 
+    late = True
+
     def __init__(self, card: Accelerator) -> None:
         self._card = card
         self._idle: list[Event] = []

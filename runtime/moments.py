@@ -1,0 +1,74 @@
+"""When a step's saves and needs came about on a device that the host works ahead of.
+
+The host enqueues work in a fraction of the time that the device takes for it, and waits at the end. By its clock there
+would be next to no time between a save and the need, and no copy would ever seem hidden. So the device notes the
+moments in its own order, and they are asked for when a step is learned from. As in the host's times, what Delta adds to
+the step is left out: replays, encodings, and where compute stands still for a copy.
+
+Never run on a GPU so far.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from delta.planner.steplog import StepLog, StepTimes
+from delta.runtime.device.base import OpClock
+
+_Until = Literal["save", "need", "now", "resumption"]
+
+
+class Moments:
+    """Of one step at a time: the one whose log was shown last. `clock` is the device's."""
+
+    def __init__(self, clock: OpClock) -> None:
+        self._clock = clock
+        self._log: StepLog | None = None
+        self._mark: Any = None
+        self._saves = self._needs = 0
+        self._spans: list[tuple[_Until, Any]] = []  # since the last moment that the device told
+        self._told = StepTimes()
+
+    def saw(self, log: StepLog) -> None:
+        """The engine was told of something: a save or a need, if the log has one more than it had."""
+        if log is not self._log:
+            self._log, self._saves, self._needs = log, 0, 0
+            self._spans.clear()
+            self._told = StepTimes()
+            self._mark = self._clock.start()
+        if len(log.saves) > self._saves:
+            self._saves += 1
+            self._span("save")
+        elif len(log.needs) > self._needs:
+            self._needs += 1
+            self._span("need")
+
+    def interrupted(self, log: StepLog) -> None:
+        """Delta does something that the step would do without."""
+        if log is self._log:
+            self._span("now")
+
+    def resumed(self, log: StepLog) -> None:
+        """It has done it."""
+        if log is self._log:
+            self._span("resumption")
+
+    def so_far(self) -> StepTimes:
+        """Net times of the saves and needs seen, and now. Waits for the device."""
+        self._span("now")
+        told, now_ns = self._told, self._told.end_ns
+        save_ns, need_ns = list(told.save_ns), list(told.need_ns)
+        for until, token in self._spans:
+            span_ns = self._clock.wait_ns(token)
+            now_ns += span_ns if until != "resumption" else 0
+            if until == "save":
+                save_ns.append(now_ns)
+            elif until == "need":
+                need_ns.append(now_ns)
+        self._spans.clear()
+        self._told = StepTimes(tuple(save_ns), tuple(need_ns), now_ns)
+        return self._told
+
+    def _span(self, until: _Until) -> None:
+        self._spans.append((until, self._clock.stop(self._mark)))
+        self._mark = self._clock.start()

@@ -1,0 +1,214 @@
+"""Times of a step on a device that the host works ahead of."""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from models import CASES, train
+
+import delta
+from delta.planner.steplog import StepLog, StepTimes
+from delta.runtime import rematerialise
+from delta.runtime.device.cpu import CpuDevice
+from delta.runtime.moments import Moments
+from delta.runtime.recompute import replay
+
+
+@dataclass
+class Card:
+    """A clock at which a test says what time it is. What it has told of is counted."""
+
+    now_ns: int = 0
+    late: bool = True
+    waits: int = 0
+
+    def start(self) -> int:
+        return self.now_ns
+
+    def stop(self, mark: int) -> int:
+        return self.now_ns - mark
+
+    def elapsed_ns(self, token: int) -> int | None:
+        return None
+
+    def wait_ns(self, token: int) -> int:
+        self.waits += 1
+        return token
+
+
+@dataclass
+class Step:
+    """A step whose saves and needs are told of at given times of the card."""
+
+    card: Card
+    moments: Moments
+    log: StepLog
+
+    @classmethod
+    def begun(cls, at_ns: int = 0) -> "Step":
+        card = Card(at_ns)
+        return cls(card, Moments(card), StepLog())
+
+    def save(self, at_ns: int) -> None:
+        self.card.now_ns = at_ns
+        self.log.saves.append(len(self.log.saves))
+        self.log.save_ns.append(0)
+        self.moments.saw(self.log)
+
+    def need(self, at_ns: int) -> None:
+        self.card.now_ns = at_ns
+        self.log.needs.append((0, 0))
+        self.moments.saw(self.log)
+
+    def adds(self, since_ns: int, until_ns: int) -> None:
+        """Delta does something of its own."""
+        self.card.now_ns = since_ns
+        self.moments.interrupted(self.log)
+        self.card.now_ns = until_ns
+        self.moments.resumed(self.log)
+
+
+def test_times_count_from_the_first_save():
+    step = Step.begun(5000)
+    step.save(5000)
+    step.save(5030)
+    step.need(5100)
+    step.card.now_ns = 5150
+    assert step.moments.so_far() == StepTimes((0, 30), (100,), 150)
+
+
+def test_what_delta_adds_is_left_out():
+    step = Step.begun()
+    step.save(0)
+    step.adds(10, 40)
+    step.save(50)
+    step.need(100)
+    step.adds(100, 500)
+    step.adds(510, 520)
+    step.need(530)
+    assert step.moments.so_far() == StepTimes((0, 20), (70, 90), 90)
+
+
+def test_they_may_be_asked_for_more_than_once_and_the_device_is_asked_once():
+    step = Step.begun()
+    step.save(0)
+    step.save(20)
+    assert step.moments.so_far() == StepTimes((0, 20), (), 20)
+    waits = step.card.waits
+    step.need(70)
+    assert step.moments.so_far() == StepTimes((0, 20), (70,), 70)
+    assert step.card.waits == waits + 2, "for the need, and for now"
+
+
+def test_nothing_is_asked_before_the_times_are_wanted():
+    step = Step.begun()
+    step.save(0)
+    step.adds(1, 2)
+    step.need(3)
+    assert step.card.waits == 0
+
+
+def test_a_tensor_that_is_saved_once_more_is_no_moment():
+    step = Step.begun()
+    step.save(0)
+    step.card.now_ns = 10
+    step.moments.saw(step.log)
+    step.save(30)
+    assert step.moments.so_far().save_ns == (0, 30)
+
+
+def test_another_step_begins_anew():
+    step = Step.begun()
+    step.save(0)
+    step.need(50)
+    old, step.log = step.log, StepLog()
+    step.save(1000)
+    step.moments.interrupted(old)
+    step.need(1040)
+    assert step.moments.so_far() == StepTimes((0,), (40,), 40)
+
+
+def test_times_of_part_of_a_step_are_not_taken():
+    log = StepLog(saves=[4, 5], save_ns=[1, 2], needs=[(0, 3)], end_ns=9)
+    log.timed(StepTimes((0,), (7,), 8))
+    assert (log.save_ns, log.needs, log.end_ns) == ([1, 2], [(0, 3)], 9)
+    log.timed(StepTimes((0, 5), (7,), 8))
+    assert (log.save_ns, log.needs, log.end_ns) == ([0, 5], [(0, 7)], 8)
+
+
+class Slow:
+    """As if the device took thousands of times as long as the host for everything."""
+
+    late = True
+    times = 5000
+
+    def start(self) -> int:
+        return time.perf_counter_ns()
+
+    def stop(self, mark: int) -> int:
+        return self.times * (time.perf_counter_ns() - mark)
+
+    def elapsed_ns(self, token: int) -> None:
+        return None
+
+    def wait_ns(self, token: int) -> int:
+        return token
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("policy", ["delta", "swap", "mimose"])
+def test_plans_are_made_by_the_device_s_times(monkeypatch, policy):
+    plain = train(CASES["gpt"], 4)
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: Slow())
+    graphs, began_ns = [], time.perf_counter_ns()
+    with delta.evict(activations="50%", policy=delta.load_policy(policy, {"filter.min_bytes": 0}), device="cpu") as run:
+        assert run._core is not None
+        plans = run._core.engine.learner.make_plan
+        run._core.engine.learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        evicted = train(CASES["gpt"], 4)
+    took_ns = time.perf_counter_ns() - began_ns
+    assert plain.differences(evicted) == []
+    first = graphs[0]
+    assert len(first.save_ns) == len(first.saved)
+    assert list(first.save_ns) == sorted(first.save_ns)
+    assert list(first.need_ns) == sorted(first.need_ns)
+    assert first.save_ns[-1] < first.need_ns[0] < first.need_ns[-1] <= first.end_ns
+    assert sum(op.cost_ns for op in first.ops) <= first.end_ns
+    assert took_ns < first.end_ns <= Slow.times * took_ns
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_replays_are_not_the_step_s_time(monkeypatch):
+    """Each takes so long that one alone would show; what the step does between two of them does not take any."""
+    card = Card()
+
+    def slowly(*args):
+        card.now_ns += 10**12
+        return replay(*args)
+
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: card)
+    monkeypatch.setattr(rematerialise, "replay", slowly)
+    graphs, x = [], torch.randn(64, requires_grad=True)
+    with delta.evict(
+        activations="0%", policy=delta.load_policy("recompute", {"filter.min_bytes": 0}), device="cpu"
+    ) as run:
+        assert run._core is not None
+        core, learner = run._core, run._core.engine.learner
+        plans = learner.make_plan
+        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        loss = x.sin().sin().sin()
+        card.now_ns += 5
+        began_ns = core.begins()
+        card.now_ns += 10**12
+        core.spent(time.perf_counter_ns() - began_ns)
+        loss.sum().backward()
+    assert card.now_ns > 3 * 10**12
+    assert (graphs[0].save_ns[0], graphs[0].end_ns) == (0, 5)
+
+
+def test_a_clock_of_a_device_that_is_done_at_once_has_no_moments():
+    with delta.evict(activations="50%", device="cpu") as run:
+        assert run._core is not None
+        assert run._core.moments is None
+        assert run._core.engine.learner.device_times is None
