@@ -9,8 +9,9 @@ from simulated_card import SimulatedCard, SimulatedStream
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta.config import HostConfig
-from delta.errors import SwapError
+from delta.errors import HostFullError, SwapError
 from delta.runtime.device import make_device
+from delta.runtime.device.base import Ticket
 from delta.runtime.device.cuda import CudaDevice
 from delta.runtime.rawmem import as_bytes
 from delta.units import Bytes
@@ -236,6 +237,31 @@ def test_what_pinned_memory_cannot_hold_goes_to_the_file(card: SimulatedCard, sp
     assert device.host_bytes() == 0
     device.close()
     assert card.slabs == 0
+
+
+def test_room_that_was_given_back_is_waited_for(card: SimulatedCard) -> None:
+    """The host works ahead of the card: it gives room back that a copy is still to read."""
+    device = CudaDevice(card, HostConfig(limit=Bytes(8192)))
+    first = device.copy_out(filled(8192, 1))
+    device.wait(first)
+    back = device.copy_in(first.block)
+    device.wait(back)
+    device.free(first.block)
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]
+    second = device.copy_out(filled(8192, 2))
+    device.wait(second)
+    assert all_are(back.storage, 1)
+    assert all_are(brought_back(card, device, second), 2)
+    with pytest.raises(HostFullError):
+        device.copy_out(filled(8192, 3))
+    device.close()
+
+
+def brought_back(card: SimulatedCard, device: CudaDevice, out: Ticket) -> torch.UntypedStorage | None:
+    back = device.copy_in(out.block)
+    device.wait(back)
+    card.settle()
+    return back.storage
 
 
 def test_an_unusable_spill_directory_is_heard_of_at_once(card: SimulatedCard, tmp_path: Path) -> None:

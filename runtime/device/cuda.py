@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -29,7 +30,7 @@ from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import BlockBook, Listeners, Rates, limit_bytes
 from delta.runtime.device.staged import StagedMover
 from delta.runtime.device.streams import ComputeStreams
-from delta.runtime.host import PinnedPool
+from delta.runtime.host import Piece, PinnedPool
 from delta.runtime.rawmem import as_bytes
 from delta.runtime.spill import SpillFile
 
@@ -116,7 +117,7 @@ class CudaDevice:
         self._refuse_if_closed()
         self._reap()
         try:
-            piece = self._pool.take(storage.nbytes())
+            piece = self._room_for(storage.nbytes())
         except HostFullError:
             if self._spilling is None:
                 raise
@@ -232,9 +233,7 @@ class CudaDevice:
     def stop(self) -> None:
         if self._spilling is not None:
             self._spilling.lane.stop()
-        for flight in [*self._flights["out"], *self._flights["in"]]:
-            flight.end.synchronize()
-        self._reap()
+        self._land_all()
 
     def close(self) -> None:
         self.stop()
@@ -267,6 +266,25 @@ class CudaDevice:
         ticket.home = home
         ticket.flight = _Flight(weakref.ref(ticket), ticket.direction, ticket.block, hold, begin, end)
         self._flights[ticket.direction].append(ticket.flight)
+
+    def _room_for(self, nbytes: int) -> Piece:
+        """Pinned memory. Some that was given back may be in use by copies that the card has not come to yet: if that is
+        what is missing, wait for them.
+        """
+        with suppress(HostFullError):
+            return self._pool.take(nbytes)
+        if any(flight.block.freed for flight in self._under_way()):
+            self._land_all()
+        return self._pool.take(nbytes)
+
+    def _under_way(self) -> list[_Flight]:
+        with self._lock:
+            return [*self._flights["out"], *self._flights["in"]]
+
+    def _land_all(self) -> None:
+        for flight in self._under_way():
+            flight.end.synchronize()
+        self._reap()
 
     def _reap(self) -> None:
         """Finish the flights whose event has passed. A stream works in order, so the first that has not ends the
