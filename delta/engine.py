@@ -577,7 +577,8 @@ class Engine:
 
     def rescue(self, now_ns: int) -> list[Instruction]:
         """The device is out of memory: evict everything that can go at once."""
-        return self._room.evict(self.ledger.resident_bytes, now_ns)
+        out, left_bytes = self._room.await_out(self.ledger.resident_bytes)
+        return out + self._room.evict(left_bytes, now_ns)
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def _settle(self, record: int) -> list[Instruction]:

@@ -101,12 +101,12 @@ class Room:
         limit = self._limit(self._headroom.at_next_save_bytes if self._headroom is not None else None)
         awaits: list[AwaitOut] = []
         if limit is not None:
-            awaits, _ = self._await_out(self._ledger.resident_bytes + plan.saved_bytes[order + 1] - limit)
+            awaits, _ = self.await_out(self._ledger.resident_bytes + plan.saved_bytes[order + 1] - limit)
         rise = plan.forward_bytes[order + 1] - plan.forward_bytes[order]
         awaited = sum(self._ledger[instruction.record].nbytes for instruction in awaits)
         return [*awaits, *self.make(max(0, rise) - awaited, now_ns)]
 
-    def _await_out(self, over_bytes: int) -> tuple[list[AwaitOut], int]:
+    def await_out(self, over_bytes: int) -> tuple[list[AwaitOut], int]:
         """Wait for copies out until that much less is resident, by those alone that free their bytes at once; returns
         what is over when all have."""
         out: list[AwaitOut] = []
@@ -139,7 +139,7 @@ class Room:
         out, over = self.following.in_turn(over, now_ns)
         if over + spare <= 0:
             return out
-        awaited, over = self._await_out(over + spare)
+        awaited, over = self.await_out(over + spare)
         out += awaited
         if over > 0:
             out += self.evict(over, now_ns, extra_bytes, guess, spare)

@@ -143,7 +143,7 @@ class SwapIn:
 
 @dataclass(frozen=True, slots=True)
 class AwaitOut:
-    """Block until a running copy out is complete: its room is needed now."""
+    """The room of a running copy out is needed now: wait until it can be had, if it takes waiting."""
 
     record: int
 

@@ -216,6 +216,15 @@ def test_copies_that_are_under_way_are_waited_for_first():
     assert toy._do(toy.engine.pressure(30)) == [AwaitOut(1), Drop(1, Action.SWAP)]
 
 
+def test_without_memory_copies_under_way_are_waited_for_too():
+    toy = Toy(1000, SWAP)
+    forward(toy, 1)
+    leaves(toy, 1, 15)
+    forward(toy, 1, start=1)
+    done = toy._do(toy.engine.rescue(30))
+    assert done == [AwaitOut(1), Drop(1, Action.SWAP), SwapOut(2, wait=True), Drop(2, Action.SWAP)]
+
+
 @pytest.mark.parametrize(("loose", "awaited"), [((), [1, 2]), ((2,), [2])])
 def test_a_copy_out_of_what_the_program_still_uses_frees_nothing_now(loose, awaited):
     """200 bytes are on their way out, and 50 have to go. Which of them the program lets go of first nobody knows."""
@@ -226,7 +235,7 @@ def test_a_copy_out_of_what_the_program_still_uses_frees_nothing_now(loose, awai
     toy.slow = True
     toy.save(1, 10)
     toy.save(2, 20)
-    toy._do(toy.engine.rescue(25))
+    toy._do(toy.engine.make_place(1, 25))
     assert toy.leaving == [1, 2]
     toy.let_go(*loose)
     assert [i.record for i in toy.engine.allocating(100, 30) if isinstance(i, AwaitOut)] == awaited
