@@ -73,7 +73,7 @@ class Learner:
     standing_bytes: int = 0  # resident when the step began: left over from another
     given_up: bool = False  # this step is too long to be learned from
     heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
-    device_times: Callable[[], StepTimes] | None = None  # of the step so far, where the host works ahead of the device
+    device_times: Callable[[StepLog], StepTimes] | None = None  # of a step, where the host works ahead of the device
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
     selective: bool = True  # whether routines are followed at all
@@ -391,7 +391,7 @@ class Learner:
     def _graph(self) -> StepGraph:
         """The step that has ended."""
         if self.device_times is not None:
-            self.log.timed(self.device_times())
+            self.log.timed(self.device_times(self.log))
         return build_graph(self.log, self.min_bytes)
 
     def _profile_of_step(self) -> Profile | None:

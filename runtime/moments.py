@@ -53,8 +53,10 @@ class Moments:
         if log is self._log:
             self._span("resumption")
 
-    def so_far(self) -> StepTimes:
-        """Net times of the saves and needs seen, and now. Waits for the device."""
+    def so_far(self, log: StepLog) -> StepTimes:
+        """Net times of the saves and needs seen, and now; none of a step that was not shown. Waits for the device."""
+        if log is not self._log:
+            return StepTimes()
         self._span("now")
         told, now_ns = self._told, self._told.end_ns
         save_ns, need_ns = list(told.save_ns), list(told.need_ns)

@@ -75,7 +75,7 @@ def test_times_count_from_the_first_save():
     step.save(5030)
     step.need(5100)
     step.card.now_ns = 5150
-    assert step.moments.so_far() == StepTimes((0, 30), (100,), 150)
+    assert step.moments.so_far(step.log) == StepTimes((0, 30), (100,), 150)
 
 
 def test_what_delta_adds_is_left_out():
@@ -87,17 +87,17 @@ def test_what_delta_adds_is_left_out():
     step.adds(100, 500)
     step.adds(510, 520)
     step.need(530)
-    assert step.moments.so_far() == StepTimes((0, 20), (70, 90), 90)
+    assert step.moments.so_far(step.log) == StepTimes((0, 20), (70, 90), 90)
 
 
 def test_they_may_be_asked_for_more_than_once_and_the_device_is_asked_once():
     step = Step.begun()
     step.save(0)
     step.save(20)
-    assert step.moments.so_far() == StepTimes((0, 20), (), 20)
+    assert step.moments.so_far(step.log) == StepTimes((0, 20), (), 20)
     waits = step.card.waits
     step.need(70)
-    assert step.moments.so_far() == StepTimes((0, 20), (70,), 70)
+    assert step.moments.so_far(step.log) == StepTimes((0, 20), (70,), 70)
     assert step.card.waits == waits + 2, "for the need, and for now"
 
 
@@ -115,7 +115,7 @@ def test_a_tensor_that_is_saved_once_more_is_no_moment():
     step.card.now_ns = 10
     step.moments.saw(step.log)
     step.save(30)
-    assert step.moments.so_far().save_ns == (0, 30)
+    assert step.moments.so_far(step.log).save_ns == (0, 30)
 
 
 def test_another_step_begins_anew():
@@ -126,7 +126,24 @@ def test_another_step_begins_anew():
     step.save(1000)
     step.moments.interrupted(old)
     step.need(1040)
-    assert step.moments.so_far() == StepTimes((0,), (40,), 40)
+    assert step.moments.so_far(step.log) == StepTimes((0,), (40,), 40)
+
+
+def test_of_a_step_that_was_not_shown_nothing_is_known():
+    step = Step.begun()
+    assert step.moments.so_far(StepLog()) == StepTimes()
+    step.save(0)
+    assert step.moments.so_far(StepLog()) == StepTimes()
+    assert step.card.waits == 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_step_that_fits_needs_no_times(monkeypatch):
+    plain = train(CASES["gpt"], 3)
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: Slow())
+    with delta.evict(activations="100%", policy="swap", device="cpu") as run:
+        assert plain.differences(train(CASES["gpt"], 3)) == []
+    assert run.report().warnings == ()
 
 
 def test_times_of_part_of_a_step_are_not_taken():
