@@ -2,8 +2,8 @@
 
 A copy out that fails leaves the device copy as the value. A copy back that fails, or finds no memory to go to, is asked
 for once more when the value is needed, after everything that can go has gone if it was memory; only then training has
-to stop with the error. The device copy goes only after the host copy is whole (promise P4): letting go of it is
-an instruction the engine gives when it has been told.
+to stop with the error. The device copy goes only after the host copy is whole, or on a card in an order that comes
+after it (promise P4): letting go of it is an instruction the engine gives when it has been told.
 """
 
 from __future__ import annotations

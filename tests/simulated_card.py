@@ -184,7 +184,7 @@ class SimulatedCard:
                 memory.content[:] = bytes([POISON]) * len(memory.content)
 
     def _marker_in(self, stream: SimulatedStream) -> Marker:
-        event = self.new_event()
+        event = SimulatedEvent(self)
         event.record(stream)
         return event.marker
 
