@@ -540,9 +540,8 @@ class Engine:
         self.totals.swapped_in_bytes += rec.nbytes
         return self._settle(record)
 
-    def late(self, record: int) -> None:
-        """A value was needed while its copy back was still under way."""
-        order = self.ledger[record].saved_at
+    def late(self, order: int) -> None:
+        """A value, by the order of its first save, was needed while its copy back was still under way."""
         if order >= 0:
             self.learner.waited_for(order)
 

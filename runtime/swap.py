@@ -9,8 +9,9 @@ after it (promise P4): letting go of it is an instruction the engine gives when 
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from delta.runtime.core import Core
     from delta.runtime.device.base import Ticket
 
+_STALL_NS = 50_000  # two events with nothing between them are a few microseconds apart
+
 
 class Swap:
     """The transfers under way. All calls come from inside `Core.entered`."""
@@ -28,16 +31,18 @@ class Swap:
         self._core = core
         self._going: list[int] = []
         self._coming: list[int] = []
+        self._stalls: deque[tuple[int, Any]] = deque()  # the save order waited for, a token of the device's clock
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer has not been seen to end yet."""
-        return bool(self._going or self._coming)
+        """Whether a transfer, or a stall, has not been seen to end yet."""
+        return bool(self._going or self._coming or self._stalls)
 
     def clear(self) -> None:
         """Forget the transfers of a session that has ended."""
         self._going.clear()
         self._coming.clear()
+        self._stalls.clear()
 
     def out(self, record: int, wait: bool) -> None:
         slot = self._core.slots[record]
@@ -101,14 +106,32 @@ class Swap:
     def await_back(self, record: int) -> None:
         """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed or was
         not even begun."""
-        began_ns = self._core.begins()
-        self._core.engine.late(record)
+        began_ns, clock = self._core.begins(), self._core.clock
+        mark = clock.start()
         with suppress(SwapError):
             self._wait_back(record)
         if self._core.slots[record].alive() is None:
             self._back_again(record)
             self._wait_back(record)
+        order, token = self._core.engine.ledger[record].saved_at, clock.stop(mark)
+        if clock.late:
+            self._stalls.append((order, token))
+        else:
+            self._core.engine.late(order)
         self._core.waited(record, began_ns, "copy in")
+
+    def _look_at_stalls(self) -> None:
+        """Where the host works ahead of the device it finds every copy back under way. Whether it was late for the
+        device shows there, and the host may hear of it as late as in the next step.
+        """
+        while self._stalls:
+            order, token = self._stalls[0]
+            stalled_ns = self._core.clock.elapsed_ns(token)
+            if stalled_ns is None:
+                return
+            self._stalls.popleft()
+            if stalled_ns > _STALL_NS:
+                self._core.engine.late(order)
 
     def _back_again(self, record: int) -> None:
         """Begin the copy once more; where there is no memory for it, after everything that can go has gone."""
@@ -149,6 +172,7 @@ class Swap:
         self._core.run(self._core.engine.copied_in(record))
 
     def poll(self) -> None:
+        self._look_at_stalls()
         for record in list(self._going):
             slot = self._core.slots.get(record)
             if slot is None or slot.going is None:

@@ -8,8 +8,10 @@ import torch
 from models import CASES, train
 
 import delta
+from delta.engine import Engine
 from delta.planner.steplog import StepLog, StepTimes
 from delta.runtime import rematerialise
+from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.moments import Moments
 from delta.runtime.recompute import replay
@@ -229,3 +231,49 @@ def test_a_clock_of_a_device_that_is_done_at_once_has_no_moments():
         assert run._core is not None
         assert run._core.moments is None
         assert run._core.engine.learner.device_times is None
+
+
+@dataclass(eq=False)
+class Stall:
+    asked: int = 0
+
+
+@dataclass
+class Stalling:
+    """A clock by which everything takes `takes_ns`. It knows that only when it is asked a second time."""
+
+    takes_ns: int
+    late: bool = True
+
+    def start(self) -> None:
+        return None
+
+    def stop(self, mark: None) -> Stall:
+        return Stall()
+
+    def elapsed_ns(self, token: Stall) -> int | None:
+        token.asked += 1
+        return self.takes_ns if token.asked > 1 else None
+
+    def wait_ns(self, token: Stall) -> int:
+        return self.takes_ns
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("takes_ns", "late"), [(2_000, False), (1_000_000, True)])
+def test_a_copy_back_is_late_if_it_was_for_the_device(monkeypatch, takes_ns, late):
+    """The host finds all of them under way: it asks for each when it is needed."""
+    plain = train(CASES["gpt"], 3)
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: Stalling(takes_ns))
+    heard, waited = [], []
+    monkeypatch.setattr(Engine, "late", lambda _, order: heard.append(order))
+    waits = Core.waited
+    monkeypatch.setattr(Core, "waited", lambda *args: waited.append(args[-1]) or waits(*args))
+    chosen = delta.load_policy("swap", {"filter.min_bytes": 0, "prefetch.window": 0})
+    with delta.evict(activations="40%", policy=chosen, device="cpu"):
+        evicted = train(CASES["gpt"], 3)
+    assert plain.differences(evicted) == []
+    waits_in = waited.count("copy in")
+    assert waits_in > 10
+    assert len(heard) >= waits_in - 3 if late else not heard, "of the last ones nobody asks any more"
+    assert all(order >= 0 for order in heard)
