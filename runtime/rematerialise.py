@@ -44,10 +44,9 @@ class Rematerialiser:
         recipe = next(slot.recipe for r in op.outputs if (slot := core.slots.get(r)) is not None and slot.recipe)
         began_ns = core.begins()
         with only_lowest(core.modes_below):
-            left = self._left(op, wanted) if recipe.again_ns is not None else {}
-            storages = self._storages(recipe, there, stolen, left)
+            storages = self._storages(op, recipe, there, stolen, wanted)
         ended_ns = time.perf_counter_ns()
-        del there, left  # what is let go of next dies at once, and is heard of before the walk goes on
+        del there  # what is let go of next dies at once, and is heard of before the walk goes on
         for made in wanted:
             slot = core.slots[made]
             slot.storage, slot.form = storages[made], None  # a stand-in has served its time
@@ -64,22 +63,24 @@ class Rematerialiser:
             core.emit("recomputed", record=op.outputs[0], nbytes=nbytes, op=op.name, start_ns=began_ns, end_ns=ended_ns)
 
     def _storages(
-        self, recipe: Recipe, there: Storages, stolen: frozenset[int], left: Storages
+        self, op: OpInfo, recipe: Recipe, there: Storages, stolen: frozenset[int], wanted: Sequence[int]
     ) -> dict[int, torch.UntypedStorage]:
-        """What the replay makes; where it finds no memory, what it makes after all that can go has gone."""
+        """What the replay makes; where it finds no memory, what it makes after all that can go has gone: that may be
+        what the op made the first time, too."""
         try:
-            return self._as_before(recipe, there, stolen, left)
+            return self._as_before(op, recipe, there, stolen, wanted)
         except torch.OutOfMemoryError:
             if stolen:  # it may have been written into
                 raise
         self._core.rescue()
-        return self._as_before(recipe, there, stolen, left)
+        return self._as_before(op, recipe, there, stolen, wanted)
 
     def _as_before(
-        self, recipe: Recipe, there: Storages, stolen: frozenset[int], left: Storages
+        self, op: OpInfo, recipe: Recipe, there: Storages, stolen: frozenset[int], wanted: Sequence[int]
     ) -> dict[int, torch.UntypedStorage]:
         """What the replay makes, by the algorithm of the first time. OutOfMemoryError where there is no memory for
         that."""
+        left = self._left(op, wanted) if recipe.again_ns is not None else {}
         device, chooses = self._core.device, recipe.facts.cudnn_chooses
         refusals = device.refusals() if chooses else 0
         storages = replay(recipe, there.__getitem__, stolen, left)

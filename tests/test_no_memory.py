@@ -12,6 +12,7 @@ from delta.runtime import rematerialise
 from delta.runtime.codecs import _Bitmap
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.recompute import replay
+from delta.runtime.rematerialise import Rematerialiser
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -135,6 +136,19 @@ def test_no_memory_to_decode_to_is_the_user_s_error_and_nothing_stays_pinned(mon
         loss.backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.where(x > 0, 1.0, -1.0))
+
+
+def test_what_is_left_of_an_op_is_looked_at_again_after_making_room(monkeypatch):
+    """A batch norm's output may be made from the statistics that its call left; to make room they may go, too."""
+    looks, leaves = list[str](), Rematerialiser._left
+    monkeypatch.setattr(Rematerialiser, "_left", lambda *args: looks.append(args[1].name) or leaves(*args))
+    memory = for_replays(monkeypatch, lambda call: call == 2)  # the sine, the batch norm, the batch norm again
+    norm, x = torch.nn.BatchNorm2d(8), torch.randn(4, 8, 16, 16, requires_grad=True)
+    with delta.evict(activations="0%", policy=policy("recompute"), device="chaos:3") as run:
+        norm(x.sin()).cos().sum().backward()
+    assert memory.calls == 3
+    assert looks == ["aten.native_batch_norm"] * 2
+    assert run.report().oom_rescues == 1
 
 
 @pytest.mark.parametrize("times", [1, 2])
