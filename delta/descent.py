@@ -34,12 +34,13 @@ class Descent:
         self._readers: dict[int, int] = {}  # pending ops that read each record
         self._record = -1
         self._patience = 0  # replays until it runs out
-        self._holds = False  # it has, in this step: whatever is going to be read is pinned
+        self._holds = False  # it has: whatever this walk is going to read is pinned
+        self._hasty = False  # a walk of this step has run out of it
 
     def begin(self, record: int, now_ns: int) -> None:
         """Start on the way to a record. LedgerError where it is gone and cannot be replayed."""
         missing = self._ledger.missing_ops(record)
-        self._record, self._patience = record, PATIENCE * len(missing)
+        self._record, self._patience, self._holds = record, PATIENCE * len(missing), self._hasty
         for op in missing:
             self._expect(op)
         if self._pending:
@@ -65,7 +66,7 @@ class Descent:
                 self._ledger.unpin(source)
         self._patience -= 1
         if self._patience == 0 and self._stack and not self._holds:
-            self._holds = True
+            self._holds = self._hasty = True
             self._start_over()
 
     def _start_over(self) -> None:
@@ -80,8 +81,8 @@ class Descent:
         return self._readers.get(record, 0) > 0
 
     def new_step(self) -> None:
-        """What was found out about the walks of a step is forgotten."""
-        self._holds = False
+        """What was found out about the walks of a step is forgotten; one under way goes on as it is."""
+        self._hasty = False
 
     def abandon(self) -> list[int]:
         """The walk is over. Returns the records that were still wanted: nothing is pinned or wanted any more."""

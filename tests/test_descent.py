@@ -207,6 +207,21 @@ def test_a_hasty_walk_that_is_given_up_leaves_nothing_pinned():
     assert all(not rec.pins for rec in ledger.records.values())
 
 
+def test_a_step_that_ends_during_a_walk_leaves_nothing_pinned():
+    """The last tensor of a step may be let go of while one that is left over from another is brought back."""
+    ledger, last = a_recurrence(16)
+    descent = Descent(ledger)
+    walk_without_room(descent, ledger, last, {0})
+    let_go(ledger, {0})
+    descent.begin(last, 0)
+    descent.new_step()
+    while (op := descent.next(0)) is not None:
+        replay(ledger, op)
+        descent.ran()
+    descent.abandon()
+    assert all(not rec.pins for rec in ledger.records.values())
+
+
 def test_what_no_op_can_make_is_an_error():
     ledger = a_ledger([1] * 2, [an_op(10, [0], [1], replayable=False)])
     ledger.gone(0)

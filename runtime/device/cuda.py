@@ -172,9 +172,8 @@ class CudaDevice:
         with self._lock:
             if own.flight is not None and own.storage is not None:
                 current.wait_event(own.flight.end)
-                self._card.share_with(
-                    own.storage, current
-                )  # it may have been allocated on another, and shared with this
+                # It may have been allocated on another stream, and be shared with this one.
+                self._card.share_with(own.storage, current)
                 own.flight.hold = own.storage = None
         ticket.raise_failure()
 
