@@ -67,11 +67,23 @@ class OpFacts:
     def writes(self) -> bool:
         return bool(self.mutates or self.statistics)
 
+    def replays_on(self, kind: str, refused: bool) -> bool:
+        """Whether a call on a device of that `kind` gives the same bits again, as PyTorch is set now. `refused`: the
+        allocator had nothing to give while it ran."""
+        if kind != "cuda":
+            return self.replayable
+        return self.replayable_on_cuda and not (self.cudnn_chooses and (refused or cudnn_searches()))
+
     def statistics_written(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of the running statistics this call updates: none when the op runs in evaluation mode."""
         if not self.statistics or (self.training is not None and not args[self.training]):
             return ()
         return tuple([position for position in self.statistics if args[position] is not None])
+
+
+def cudnn_searches() -> bool:
+    """Whether cuDNN takes the algorithm that it finds fastest."""
+    return torch._C._get_cudnn_benchmark()
 
 
 @cache

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.routine import Way
-from delta.runtime.opfacts import OpFacts, facts_of
+from delta.runtime.opfacts import OpFacts, cudnn_searches, facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
 from delta.runtime.view import View, is_plain
 from delta.types import Kind, OpInfo
@@ -201,20 +201,13 @@ class Recorder(TorchDispatchMode):
     def _replayable(
         self, facts: OpFacts, results: Sequence[Tensor], generator: torch.Generator | None, refusals: int
     ) -> bool:
-        on_cuda = self._core.device.kind == "cuda"
-        may = facts.replayable_on_cuda if on_cuda else facts.replayable
-        if may and on_cuda and facts.cudnn_chooses:
-            may = self._chosen_again(refusals)
+        """Whether a replay of the call that has just ended gives the same bits. `refusals` are those before it."""
+        device = self._core.device
+        refused = facts.cudnn_chooses and device.refusals() != refusals
+        may = facts.replays_on(device.kind, refused)
+        if not may and facts.cudnn_chooses and cudnn_searches():
+            self._core.engine.totals.warn("cudnn.benchmark", _SEARCHED)
         return may and (not facts.seeded or generator is not None) and all(is_plain(tensor) for tensor in results)
-
-    def _chosen_again(self, refusals: int) -> bool:
-        """Whether cuDNN will take the same algorithm as for the call that has just ended. `refusals` are those before
-        it."""
-        core = self._core
-        if torch._C._get_cudnn_benchmark():
-            core.engine.totals.warn("cudnn.benchmark", _SEARCHED)
-            return False
-        return core.device.refusals() == refusals
 
 
 def tensors_written(

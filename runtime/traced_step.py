@@ -98,6 +98,13 @@ class TracedStep:
     # -- what happens ---------------------------------------------------------------------------------------------
     def look(self, in_backward: bool) -> None:
         """Take in what happened since the last event: to be called before each."""
+        with self._core.entered():  # no other thread is at work on a storage, which would look like the program's use
+            self._take_in()
+        if in_backward and not self.backward_began:
+            self.backward_began = True
+            self._events.append(Backward())
+
+    def _take_in(self) -> None:
         while self._notes:
             happened, stored = self._notes.popleft()
             happened(stored)
@@ -108,9 +115,6 @@ class TracedStep:
         for stored in [stored for stored in self._lingering if stored.let_go()]:
             self._lingering.remove(stored)
             self._events.append(Unsave(stored.number))
-        if in_backward and not self.backward_began:
-            self.backward_began = True
-            self._events.append(Backward())
 
     @property
     def over(self) -> bool:

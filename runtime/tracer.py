@@ -108,11 +108,12 @@ class Tracer(TorchDispatchMode):
         if step is None or self._after_backward(step, written):
             return func(*args, **kwargs)
         inputs, available = step.reads(call.tensors)
+        refusals = self._core.device.refusals() if facts.cudnn_chooses else 0
         mark = self._core.clock.start()
         result = func(*args, **kwargs)
         token = self._core.clock.stop(mark)
         results = results_of(result)
-        replayable = available and self._replayable(facts, results)
+        replayable = available and self._replayable(facts, results, refusals)
         again_ns = self._core.trials.again_ns(func, args, results) if replayable else None
         step.ran(facts.name, inputs, written, results, replayable, token, again_ns or 0)
         return result
@@ -127,9 +128,11 @@ class Tracer(TorchDispatchMode):
             self._end(step)
         return True
 
-    def _replayable(self, facts: OpFacts, results: Sequence[Tensor]) -> bool:
-        """Whether Delta's recorder makes a recipe for the op: in forward, and where gradients are on."""
-        may = facts.replayable_on_cuda if self._core.device.kind == "cuda" else facts.replayable
+    def _replayable(self, facts: OpFacts, results: Sequence[Tensor], refusals: int) -> bool:
+        """Whether Delta's recorder makes a recipe for the op: in forward, and where gradients are on. `refusals` are
+        those before it."""
+        device = self._core.device
+        may = facts.replays_on(device.kind, facts.cudnn_chooses and device.refusals() != refusals)
         recorded = torch.is_grad_enabled() and not _in_backward()
         return may and recorded and all(is_plain(tensor) for tensor in results)
 

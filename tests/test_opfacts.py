@@ -16,6 +16,23 @@ def test_whose_algorithm_cudnn_chooses(func, chooses):
     assert facts_of(func).cudnn_chooses is chooses
 
 
+@pytest.mark.parametrize(
+    ("func", "kind", "refused", "searches", "replays"),
+    [
+        (aten.convolution.default, "cpu", True, True, True),
+        (aten.convolution.default, "cuda", False, False, True),
+        (aten.convolution.default, "cuda", True, False, False),
+        (aten.convolution.default, "cuda", False, True, False),
+        (aten.mm.default, "cuda", True, True, True),
+        (aten.scatter_add.default, "cpu", False, False, True),
+        (aten.scatter_add.default, "cuda", False, False, False),
+    ],
+)
+def test_what_gives_the_same_again(func, kind, refused, searches, replays, monkeypatch):
+    monkeypatch.setattr(torch._C, "_get_cudnn_benchmark", lambda: searches)
+    assert facts_of(func).replays_on(kind, refused) is replays
+
+
 # -- batch-norm statistics --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("func", "positions", "training"),

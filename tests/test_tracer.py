@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -27,6 +30,7 @@ from delta.runtime import recorder, rematerialise, tracer
 from delta.runtime.core import Core
 from delta.runtime.hooks import Hooks
 from delta.runtime.opfacts import facts_of
+from delta.runtime.rawmem import as_bytes
 from delta.runtime.recorder import Recorder
 from delta.runtime.traced_step import TracedStep
 from delta.trace import Evictable, Recording, Trace, read, summary
@@ -182,6 +186,38 @@ def test_random_programs(program: Program, evict: tuple[str, str], tmp_path: Pat
     assert timeless(evicted) == timeless(trace)
 
 
+def test_delta_s_own_work_on_a_storage_is_no_use_of_it(tmp_path: Path) -> None:
+    """Another thread may be at it (the one that samples memory takes in copies that have ended) when the tracer looks
+    whether the program has let go."""
+
+    def step(in_between: Callable[[torch.UntypedStorage], None]) -> None:
+        first = torch.ones(4, requires_grad=True).exp()
+        second = first.sin()
+        storage = second.untyped_storage()
+        second.register_hook(lambda gradient: in_between(storage))  # after its last use, before the next node
+        loss = second.cos().sum()
+        del first, second
+        loss.backward()
+
+    def work(core: Core, storage: torch.UntypedStorage) -> None:
+        at_work = threading.Event()
+
+        def copy() -> None:
+            with core.entered():
+                tensor = as_bytes(storage)
+                at_work.set()
+                time.sleep(0.05)
+                del tensor
+
+        threading.Thread(target=copy).start()
+        at_work.wait()
+
+    quiet, _ = recorded(tmp_path / "quiet.jsonl", lambda: step(lambda storage: None))
+    with delta.evict(trace=tmp_path / "busy.jsonl") as run:
+        step(lambda storage: work(run._core, storage))
+    assert timeless(read(tmp_path / "busy.jsonl")) == timeless(quiet)
+
+
 def test_a_small_step_event_by_event(tmp_path: Path) -> None:
     weight, batch = nn.Parameter(torch.ones(4)), torch.ones(2, 4)
 
@@ -328,6 +364,24 @@ def test_where_the_host_works_ahead_its_time_is_not_told(tmp_path: Path, monkeyp
         monkeypatch.setattr(type(run._core.device), "kind", "cuda")
         small_step()
     assert read(tmp_path / "step.jsonl").bookkeeping == Bookkeeping()
+
+
+@pytest.mark.filterwarnings("ignore:torch.backends.cudnn.benchmark is on:RuntimeWarning")
+@pytest.mark.parametrize(("searches", "refused"), [(False, 0), (True, 0), (False, 1)])
+def test_a_convolution_for_which_cudnn_may_choose_otherwise_is_not_replayable(
+    searches: bool, refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = itertools.count(step=refused)
+    monkeypatch.setattr(torch._C, "_get_cudnn_benchmark", lambda: searches)
+    weight = nn.Parameter(torch.ones(3, 2, 3, 3))
+    with delta.evict(trace=tmp_path / "step.jsonl", device="cpu") as run:
+        monkeypatch.setattr(type(run._core.device), "kind", "cuda")
+        monkeypatch.setattr(run._core.device, "refusals", lambda: next(refusals))
+        torch.nn.functional.conv2d(torch.ones(1, 2, 5, 5), weight).tanh().sum().backward()
+    ops = [event for event in read(tmp_path / "step.jsonl").events if isinstance(event, Op)]
+    replayable = {op.name: op.replayable for op in ops}
+    assert replayable["aten.tanh"]
+    assert replayable["aten.convolution"] is not (searches or refused > 0)
 
 
 @pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
