@@ -254,6 +254,8 @@ class Room:
 
     def _note(self, needed_bytes: int, coming_bytes: int) -> None:
         """Remember the worst moment of the step, for the case that its peak turns out to be over the limit."""
+        if self._totals.has_warned("budget"):
+            return  # nobody would be told again, and in a step that cannot be held every save would add up all records
         limit = self.limit_bytes or 0
         worst = self._worst
         if worst is None or needed_bytes - limit > worst.over_bytes or needed_bytes > worst.needed_bytes:

@@ -33,9 +33,13 @@ class Totals:
 
     def warn(self, kind: str, text: str) -> None:
         """Note a warning; one of a kind is enough."""
-        if kind not in self._warned:
+        if not self.has_warned(kind):
             self._warned.add(kind)
             self.warnings.append(text)
+
+    def has_warned(self, kind: str) -> bool:
+        """Whether another of this kind would say nothing."""
+        return kind in self._warned
 
 
 @dataclass(frozen=True, slots=True)

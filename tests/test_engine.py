@@ -6,6 +6,7 @@ In all of them s (record 0) is a source of 10 bytes, and op k makes record k out
 import pytest
 from toy import LINK, Toy
 
+from delta import room
 from delta.budget import Budget
 from delta.errors import BudgetError
 from delta.learner import Profile
@@ -550,6 +551,20 @@ def test_a_budget_that_was_not_held_is_warned_of_once_when_the_step_has_ended():
         (text,) = toy.engine.totals.warnings
         assert text.startswith("the budget of 500 B for saved activations cannot be held: ")
         assert "600 B inputs of the step" in text
+
+
+def test_what_is_resident_is_added_up_only_until_that_has_been_told(monkeypatch):
+    """In a step that cannot be held that would be all records, at each of their saves."""
+    summed = []
+    monkeypatch.setattr(room, "parts_of", lambda *given: summed.append(given) or "")
+    toy = Toy(500, RECOMPUTE)
+    for base in (0, 10, 20):
+        toy.source(base, 600)
+        toy.save(base, base)
+        toy.use(base, base + 5)
+        if not base:
+            first = len(summed)
+    assert len(summed) == first > 0
 
 
 def test_a_budget_that_held_in_the_end_is_not_complained_of():
