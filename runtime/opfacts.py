@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
+
+if TYPE_CHECKING:
+    from delta.runtime.device.base import Device
 
 # The batch-norm family: `running_mean` and `running_var` are written although most schemas do not say so.
 _UPDATES_STATISTICS = {
@@ -73,6 +76,10 @@ class OpFacts:
         if kind != "cuda":
             return self.replayable
         return self.replayable_on_cuda and not (self.cudnn_chooses and (refused or cudnn_searches()))
+
+    def refusals(self, device: Device) -> int:
+        """How often the allocator has had nothing to give, if that may have the op take another algorithm; else 0."""
+        return device.refusals() if self.cudnn_chooses else 0
 
     def statistics_written(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of the running statistics this call updates: none when the op runs in evaluation mode."""

@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
             inputs = self._inputs(call.tensors)
             preserved = core.writes.begin(written)
             generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
-            refusals = core.device.refusals() if facts.cudnn_chooses else 0
+            refusals = facts.refusals(core.device)
             began_ns, mark = time.perf_counter_ns(), core.clock.start()
             result = core.rescued(func, args, kwargs)
             token = core.clock.stop(mark)
@@ -203,8 +203,7 @@ class Recorder(TorchDispatchMode):
     ) -> bool:
         """Whether a replay of the call that has just ended gives the same bits. `refusals` are those before it."""
         device = self._core.device
-        refused = facts.cudnn_chooses and device.refusals() != refusals
-        may = facts.replays_on(device.kind, refused)
+        may = facts.replays_on(device.kind, refused=facts.refusals(device) != refusals)
         if not may and facts.cudnn_chooses and cudnn_searches():
             self._core.engine.totals.warn("cudnn.benchmark", _SEARCHED)
         return may and (not facts.seeded or generator is not None) and all(is_plain(tensor) for tensor in results)

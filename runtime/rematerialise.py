@@ -81,12 +81,12 @@ class Rematerialiser:
         """What the replay makes, by the algorithm of the first time. OutOfMemoryError where there is no memory for
         that."""
         left = self._left(op, wanted) if recipe.again_ns is not None else {}
-        device, chooses = self._core.device, recipe.facts.cudnn_chooses
-        refusals = device.refusals() if chooses else 0
+        device, facts = self._core.device, recipe.facts
+        refusals = facts.refusals(device)
         storages = replay(recipe, there.__getitem__, stolen, left)
-        if chooses and device.refusals() != refusals:
+        if facts.refusals(device) != refusals:
             raise torch.OutOfMemoryError(
-                f"replaying {recipe.facts.name} found no memory for the algorithm it ran with, and another gives other "
+                f"replaying {facts.name} found no memory for the algorithm it ran with, and another gives other "
                 "bits. Leave more free for workspaces (budget.reserve in the policy), or give a smaller batch."
             )
         return storages

@@ -108,7 +108,7 @@ class Tracer(TorchDispatchMode):
         if step is None or self._after_backward(step, written):
             return func(*args, **kwargs)
         inputs, available = step.reads(call.tensors)
-        refusals = self._core.device.refusals() if facts.cudnn_chooses else 0
+        refusals = facts.refusals(self._core.device)
         mark = self._core.clock.start()
         result = func(*args, **kwargs)
         token = self._core.clock.stop(mark)
@@ -132,7 +132,7 @@ class Tracer(TorchDispatchMode):
         """Whether Delta's recorder makes a recipe for the op: in forward, and where gradients are on. `refusals` are
         those before it."""
         device = self._core.device
-        may = facts.replays_on(device.kind, facts.cudnn_chooses and device.refusals() != refusals)
+        may = facts.replays_on(device.kind, refused=facts.refusals(device) != refusals)
         recorded = torch.is_grad_enabled() and not _in_backward()
         return may and recorded and all(is_plain(tensor) for tensor in results)
 

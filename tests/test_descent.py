@@ -181,12 +181,18 @@ def test_after_it_the_walks_of_the_step_hold_what_they_want_at_once():
     assert walk_without_room(descent, ledger, last, {0}) > PATIENCE * missing
 
 
-def test_a_hasty_walk_lets_go_of_what_it_has_read():
+def in_a_hasty_walk() -> tuple[Ledger, Descent]:
+    """A recurrence, and a walk to its last state that has begun after another has run out of patience."""
     ledger, last = a_recurrence(16)
     descent = Descent(ledger)
     walk_without_room(descent, ledger, last, {0})
     let_go(ledger, {0})
     descent.begin(last, 0)
+    return ledger, descent
+
+
+def test_a_hasty_walk_lets_go_of_what_it_has_read():
+    ledger, descent = in_a_hasty_walk()
     while (op := descent.next(0)) is not None:
         let_go(ledger, {0})
         assert sum(rec.held for rec in ledger.records.values()) <= 5, "the first state, and one place"
@@ -197,23 +203,16 @@ def test_a_hasty_walk_lets_go_of_what_it_has_read():
 
 
 def test_a_hasty_walk_that_is_given_up_leaves_nothing_pinned():
-    ledger, last = a_recurrence(16)
-    descent = Descent(ledger)
-    walk_without_room(descent, ledger, last, {0})
-    let_go(ledger, {0})
-    descent.begin(last, 0)
-    assert sum(rec.pins > 0 for rec in ledger.records.values()) == last, "all but the last state are read"
+    ledger, descent = in_a_hasty_walk()
+    unread = [rec.id for rec in ledger.records.values() if not rec.pins]
+    assert unread == [max(ledger.records)], "all but the last state are read"
     descent.abandon()
     assert all(not rec.pins for rec in ledger.records.values())
 
 
 def test_a_step_that_ends_during_a_walk_leaves_nothing_pinned():
     """The last tensor of a step may be let go of while one that is left over from another is brought back."""
-    ledger, last = a_recurrence(16)
-    descent = Descent(ledger)
-    walk_without_room(descent, ledger, last, {0})
-    let_go(ledger, {0})
-    descent.begin(last, 0)
+    ledger, descent = in_a_hasty_walk()
     descent.new_step()
     while (op := descent.next(0)) is not None:
         replay(ledger, op)

@@ -1,5 +1,7 @@
 """What is known of ops beyond PyTorch's own marks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -31,6 +33,12 @@ def test_whose_algorithm_cudnn_chooses(func, chooses):
 def test_what_gives_the_same_again(func, kind, refused, searches, replays, monkeypatch):
     monkeypatch.setattr(torch._C, "_get_cudnn_benchmark", lambda: searches)
     assert facts_of(func).replays_on(kind, refused) is replays
+
+
+@pytest.mark.parametrize(("func", "heeded"), [(aten.convolution.default, True), (aten.mm.default, False)])
+def test_whose_call_heeds_that_there_is_no_memory(func, heeded):
+    device = SimpleNamespace(refusals=lambda: 3)
+    assert facts_of(func).refusals(device) == (3 if heeded else 0)
 
 
 # -- batch-norm statistics --------------------------------------------------------------------------------------------
