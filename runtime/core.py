@@ -10,6 +10,7 @@ It decides nothing: what to evict, when and how is the engine's.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
@@ -100,6 +101,7 @@ class Core:
         self._inbox: deque[tuple[Literal["gone", "unsaved"], int]] = deque()
         self._lock = threading.RLock()
         self._depth = 0
+        self._collects = False
         self._draining = False
         self._owner = 0
         self._entered_ns = 0
@@ -121,6 +123,9 @@ class Core:
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
+            # Between an answer of the engine and the last of its instructions, what they are about has to live on.
+            self._collects = gc.isenabled()
+            gc.disable()
             self._owner = threading.get_ident()
             self._entered_ns = time.perf_counter_ns()
             self._excluded_ns = 0
@@ -142,6 +147,8 @@ class Core:
         self._depth -= 1
         if self._depth == 0:
             self._owner = 0
+            if self._collects:
+                gc.enable()
         self._lock.release()
 
     def inside(self) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import delta
+from delta.engine import Engine
 from delta.runtime.hooks import Handle, Hooks, Passed
 from delta.runtime.watch import Watched
 
@@ -249,6 +250,71 @@ def test_a_forward_without_backward_leaves_nothing():
             deep(torch.ones(60, requires_grad=True))
         assert engine(run).ledger.handles == 0
     assert run.report().steps == 3
+
+
+class Knot:
+    """Garbage that only a collection finds, and what it keeps alive until then."""
+
+    def __init__(self, held):
+        self.me, self.held = self, held
+
+
+@pytest.fixture
+def collections_within_decisions(monkeypatch):
+    """As many new objects as bring about a collection are made right after answers of the engine."""
+    for name in ("need", "before_replay"):
+
+        def answer(self, *args, _answer=getattr(Engine, name)):
+            instructions = _answer(self, *args)
+            assert len([[] for _ in range(50_000)]) == 50_000
+            return instructions
+
+        monkeypatch.setattr(Engine, name, answer)
+    before = gc.get_threshold()
+    gc.set_threshold(40_000)
+    yield
+    gc.enable()
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("collections_within_decisions")
+@pytest.mark.parametrize("policy", ["swap", "recompute", "delta"])
+def test_what_an_answer_of_the_engine_is_about_outlives_it(policy):
+    """Forward's values are still there when backward begins, as garbage, until the first collection."""
+
+    def gradient():
+        x = made = torch.linspace(-1, 1, 60).requires_grad_()
+        gc.disable()
+        for _ in range(12):
+            made = made.sin()
+            Knot(made)
+        loss = made.sum()
+        gc.enable()
+        loss.backward()
+        return x.grad
+
+    plain = gradient()
+    with block(policy):
+        assert [torch.equal(gradient(), plain) for _ in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_whether_garbage_is_collected_stays_the_programs_choice(collecting):
+    seen = []
+    try:
+        if not collecting:
+            gc.disable()
+        with block() as run:
+            y = deep(torch.ones(60, requires_grad=True))
+            seen.append(gc.isenabled())
+            y.register_hook(lambda _: seen.append(gc.isenabled()))
+            y.sum().backward()
+            with run._core.entered(), run._core.entered():
+                assert not gc.isenabled()
+        seen.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert seen == [collecting] * 3
 
 
 # -- the block --------------------------------------------------------------------------------------------------------
