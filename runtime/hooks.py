@@ -42,7 +42,7 @@ class Passed:
 class Handle:
     """A saved tensor whose bytes Delta looks after. Its death tells the core that backward is done with it."""
 
-    __slots__ = ("core", "counter", "record", "stays", "version", "view")
+    __slots__ = ("__weakref__", "core", "counter", "record", "stays", "version", "view")
 
     def __init__(self, core: Core, record: int, view: View, counter: Tensor, version: int, stays: bool) -> None:
         self.core = core

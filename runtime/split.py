@@ -12,6 +12,7 @@ is not kept, this node's handle is the last one, and no other tensor is on the s
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +58,13 @@ def split(handle: Handle, given: Tensor) -> None:
 
 
 class _Split(TorchDispatchMode):
-    """Autograd puts the stack back when the node has ended, so nobody takes this mode off."""
+    """Autograd puts the stack back when the node has ended, so nobody takes this mode off. While it does, the stack is
+    empty and the dispatcher takes it not to be, and no op can run: a handle must not die then.
+    """
 
     def __init__(self, handle: Handle, key: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._handle = handle
+        self._handle = weakref.ref(handle)  # its node has it until the gradients have been computed
         self._key = key
 
     def __torch_dispatch__(
@@ -82,8 +85,10 @@ class _Split(TorchDispatchMode):
 
     def _let_go(self, value: Tensor) -> None:
         """Empty the input's storage, if nobody else has it."""
-        core = self._handle.core
-        self._handle.done()
+        handle = self._handle()
+        assert handle is not None
+        core = handle.core
+        handle.done()
         storage = value.untyped_storage()
         if sys.getrefcount(storage) == _ONE_NAME and sole_owner(storage, tensors=1):
             core.device.release(storage, tensors=1)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
 from delta.runtime import split
+from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.core import Core
 from delta.runtime.demo_measure import AllocatedBytes
 from delta.runtime.device.cpu import CpuDevice
@@ -321,6 +322,32 @@ def test_the_bits_are_those_of_plain_pytorch(name: str, share: str, device: str,
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions_are_let_go_of_where_ops_can_run(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA letting go of a storage takes an op, and a thread of autograd's own runs backward. While it drops the
+    modes of a node, no op can run."""
+    release, ran = CpuDevice.release, []
+
+    def released(self: CpuDevice, storage: torch.UntypedStorage, tensors: int = 0) -> None:
+        ran.append(torch.empty(1))
+        release(self, storage, tensors)
+
+    def elsewhere(loss: Tensor) -> None:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    def program() -> list[Tensor]:
+        model = Net(groups=groups)
+        return trained(model, lambda: model(picture()).mean(), elsewhere)
+
+    monkeypatch.setattr(CpuDevice, "release", released)
+    plain = numbers_of(program)
+    with delta.evict(activations="0%", policy=policy(), device="cpu"):
+        assert different(plain, numbers_of(program)) == []
+    assert ran
+
+
 def test_only_a_policy_that_says_so_splits(emptied: list[int]) -> None:
     _, function = PROGRAMS["nobody_else_saves_them"]
     for chosen in (
@@ -361,7 +388,7 @@ def test_it_waits_for_whoever_is_in_the_core(monkeypatch: pytest.MonkeyPatch, em
     original = split._Split._let_go
 
     def let_go(mode: Any, value: Tensor) -> None:
-        core, inside, leaves = mode._handle.core, threading.Event(), threading.Timer(0.05, lambda: None)
+        core, inside, leaves = mode._handle().core, threading.Event(), threading.Timer(0.05, lambda: None)
 
         def stay() -> None:
             with core.entered():
