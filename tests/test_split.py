@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
 from delta.runtime import split
-from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.core import Core
 from delta.runtime.demo_measure import AllocatedBytes
 from delta.runtime.device.cpu import CpuDevice
