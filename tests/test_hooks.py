@@ -262,14 +262,17 @@ class Knot:
 @pytest.fixture
 def collections_within_decisions(monkeypatch):
     """As many new objects as bring about a collection are made right after answers of the engine."""
-    for name in ("need", "before_replay"):
 
-        def answer(self, *args, _answer=getattr(Engine, name)):
-            instructions = _answer(self, *args)
+    def slowly(answer):
+        def answered(*args):
+            instructions = answer(*args)
             assert len([[] for _ in range(50_000)]) == 50_000
             return instructions
 
-        monkeypatch.setattr(Engine, name, answer)
+        return answered
+
+    for name in ("need", "before_replay"):
+        monkeypatch.setattr(Engine, name, slowly(getattr(Engine, name)))
     before = gc.get_threshold()
     gc.set_threshold(40_000)
     yield
