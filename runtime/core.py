@@ -427,11 +427,13 @@ class Core:
         return self._outside(func, args, kwargs)
 
     def rescue(self) -> None:
-        """An op of the user's, a replay or a copy back found no device memory: evict all that can go."""
+        """An op of the user's, a replay or a copy back found no device memory: evict all that can go. What is missing
+        even then is not refused for the budget's sake: that cannot be held, which is told at the end of the step."""
         with self:
             self.oom_rescues += 1
             self.run(self.engine.rescue(time.perf_counter_ns()))
             self.device.trim()
+            self.device.enforce(False)
             self._look(own=True)
 
     def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         keep_track = not backward and self._core.engine.learner.in_step
         if keep_track or (facts.writes and self._core.engine.ledger.ops):
             return self._watch(func, facts, args, kwargs, keep_track)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if backward else self._pass(func, args, kwargs)
 
     def _pass(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op that nobody will ask for."""

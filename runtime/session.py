@@ -266,6 +266,8 @@ class _Switch:
     def follow(self) -> None:
         """Do as the engine and the tracer want, if the stack allows it now."""
         self._follow(self._wanted())
+        if torch._C._current_graph_task_id() == -1:
+            self._core.device.enforce(self._recorder in self._on)
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,
@@ -290,7 +292,8 @@ class _Switch:
         self._turn(wanted)
 
     def step_aside(self) -> None:
-        """In backward: take the recorder off for the rest of the node that is running.
+        """In backward: take the recorder off for the rest of the node that is running. So nobody hears there of an op
+        that finds no memory, and none is refused any for the budget's sake.
 
         Some backward formulas (that of `prod`, for one) compute differently while any dispatch mode is on the stack, so
         plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended. Functions written
@@ -298,6 +301,7 @@ class _Switch:
         """
         if self._recorder not in self._on or torch._C._current_graph_task_id() == -1:
             return
+        self._core.device.enforce(False)
         if _runs_the_program_s_code(torch._C._current_autograd_node()):
             return
         if _get_current_dispatch_mode() is self._recorder:

@@ -63,7 +63,7 @@ def test_a_peak_between_two_looks_is_the_allocator_s_where_that_has_risen(card: 
 
 def test_the_allocator_s_refusals_are_told(card: SimulatedCard, device: CudaDevice) -> None:
     assert device.refusals() == 0
-    card.use = (0, 0, 0, 3)
+    card.use = (0, 0, 0, 0, 3)
     assert device.refusals() == 3
 
 
@@ -270,14 +270,39 @@ def test_an_unusable_spill_directory_is_heard_of_at_once(card: SimulatedCard, tm
 
 
 def test_a_cap_limits_the_allocator_and_ends_with_the_device(card: SimulatedCard) -> None:
+    """It may reserve a twentieth more than the budget, which its segments are not filled with."""
     device = CudaDevice(card, HostConfig())
-    device.cap(2**28)
-    assert card.fraction == 0.25
-    device.cap(2**40)
-    assert card.fraction == 1.0
+    device.enforce(True)
+    assert card.fraction == 1.0, "no budget"
+    for budget_bytes, fraction in [(2**28, 0.2625), (2**40, 1.0)]:
+        device.cap(budget_bytes)
+        assert card.fraction == 1.0
+        device.enforce(True)
+        assert card.fraction == pytest.approx(fraction)
+        device.enforce(False)
+        assert card.fraction == 1.0
     device.cap(2**29)
+    device.enforce(True)
     device.close()
     assert card.fraction == 1.0
+
+
+def test_where_nothing_is_refused_what_is_merely_reserved_goes_back(card: SimulatedCard) -> None:
+    device = CudaDevice(card, HostConfig())
+    emptied = []
+    for budget_bytes, enforced, reserved_bytes in [
+        (None, False, 300 * MIB),
+        (200 * MIB, False, 210 * MIB),
+        (200 * MIB, True, 211 * MIB),
+        (200 * MIB, False, 211 * MIB),
+    ]:
+        device.cap(budget_bytes)
+        device.enforce(enforced)
+        card.use, card.emptied = (100 * MIB, 100 * MIB, 400 * MIB, reserved_bytes), 0
+        assert device.in_use() == (100 * MIB, 100 * MIB)
+        emptied.append(card.emptied)
+    assert emptied == [0, 0, 0, 1]
+    device.close()
 
 
 def test_trim_unpins_and_empties_the_cache(card: SimulatedCard, device: CudaDevice) -> None:

@@ -95,6 +95,22 @@ def test_where_there_is_none_the_error_is_the_user_s_and_nothing_is_lost(monkeyp
     assert (run._core.engine.ledger.handles, run._core.device.host_bytes()) == (0, 0)
 
 
+@pytest.mark.parametrize(("share", "recorded"), [("0%", True), ("100%", False)])
+def test_only_where_somebody_makes_room_is_memory_refused(monkeypatch, share, recorded):
+    """In backward nobody hears of an op that finds none, nor where steps are only watched."""
+    enforced, seen = [False], []
+    monkeypatch.setattr(CpuDevice, "enforce", lambda self, on: enforced.__setitem__(0, on))
+    x = torch.linspace(-1, 1, 600).requires_grad_()
+    x.register_hook(lambda _: seen.append(enforced[0]))
+    with delta.evict(activations=share, policy=policy("recompute"), device="cpu"):
+        for _ in range(3):
+            loss = x.sin().exp().sin().sum()
+            seen.append(enforced[0])
+            loss.backward()
+    assert seen == [recorded, False] * 3
+    assert not enforced[0]
+
+
 def pins(run: delta.evict) -> int:
     assert run._core is not None
     return sum(rec.pins for rec in run._core.engine.ledger.records.values())

@@ -406,8 +406,11 @@ def test_a_convolution_that_went_without_memory_it_asked_for_is_not_replayed(cor
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
-def test_an_op_that_runs_out_of_memory_runs_once_more(core, monkeypatch):
-    rescued = []
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_op_that_runs_out_of_memory_runs_once_more(core, monkeypatch, grad):
+    """The second time nothing is refused for the budget's sake."""
+    rescued, enforced = [], []
+    monkeypatch.setattr(core.device, "enforce", enforced.append)
     monkeypatch.setattr(core.engine, "rescue", lambda now_ns: rescued.append(now_ns) or [])
     failures = [torch.OutOfMemoryError("full"), None]
 
@@ -418,10 +421,11 @@ def test_an_op_that_runs_out_of_memory_runs_once_more(core, monkeypatch):
             return func(*args, **kwargs or {})
 
     x = torch.randn(4)
-    with Tight(), Recorder(core):
+    with Tight(), Recorder(core), torch.set_grad_enabled(grad):
         y = x.sin()
     assert torch.equal(y, torch.sin(x))
     assert len(rescued) == core.oom_rescues == 1
+    assert enforced == [False]
 
 
 def test_a_second_failure_is_the_user_s(core):

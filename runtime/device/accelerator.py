@@ -40,12 +40,13 @@ class Stream(Protocol):
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
     """What the allocator has given out: now, at most since somebody last reset that, and ever, given back or not.
-    `refusals`: how often it had nothing to give.
+    `reserved_bytes`: what it has from the card. `refusals`: how often it had nothing to give.
     """
 
     now_bytes: int
     peak_bytes: int
     ever_bytes: int
+    reserved_bytes: int = 0
     refusals: int = 0
 
 
@@ -131,9 +132,11 @@ class CudaCard:
     def memory_use(self) -> MemoryUse:
         """In one question, without the flat and sorted copy that `memory_allocated` makes of the answer."""
         facts = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
-        allocated = facts["allocated_bytes"]["all"] if facts else {"current": 0, "peak": 0, "allocated": 0}
-        refusals = facts.get("num_ooms", 0)
-        return MemoryUse(allocated["current"], allocated["peak"], allocated["allocated"], refusals)
+        if not facts:  # nothing has been asked for yet
+            return MemoryUse(0, 0, 0)
+        allocated, reserved = facts["allocated_bytes"]["all"], facts["reserved_bytes"]["all"]
+        given = allocated["current"], allocated["peak"], allocated["allocated"]
+        return MemoryUse(*given, reserved["current"], facts["num_ooms"])
 
     def total_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)

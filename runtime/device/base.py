@@ -214,8 +214,12 @@ class Device(Protocol):
         ...
 
     def cap(self, budget_bytes: int | None) -> None:
-        """Tell the device which budget holds (None: none). cuda: the allocator refuses more; cpu: released pages
-        return at once.
+        """Tell the device which budget holds (None: none). cuda: see `enforce`; cpu: released pages return at once."""
+        ...
+
+    def enforce(self, on: bool) -> None:
+        """Whether the allocator is to refuse what goes far over the budget: only while somebody hears of it who makes
+        room and asks again. cuda only.
         """
         ...
 

@@ -161,6 +161,9 @@ class ChaosDevice:
     def cap(self, budget_bytes: int | None) -> None:
         """Nothing to cap: resident bytes are the session's own affair here."""
 
+    def enforce(self, on: bool) -> None:
+        """There is no budget to enforce."""
+
     def on_transfer(self, callback: Callable[[], None]) -> None:
         self._listeners.add(callback)
 

@@ -154,6 +154,9 @@ class CpuDevice:
         if budget_bytes is not None:
             self.trim()
 
+    def enforce(self, on: bool) -> None:
+        """The system's allocator refuses nothing."""
+
     def on_transfer(self, callback: Callable[[], None]) -> None:
         self._listeners.add(callback)
 

@@ -36,6 +36,9 @@ from delta.runtime.spill import SpillFile
 
 _PROBE_BYTES = 16 * 2**20
 _PROBE_ROUNDS = 3
+# Of a budget, what the allocator may reserve from the card for it: it does so in segments, and what is free in one that
+# is in use may be too small for the next request.
+_RESERVED = 1.05
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -80,7 +83,8 @@ class CudaDevice:
         self._rates = Rates()
         self._listeners = Listeners()
         self._clock = EventClock(card)
-        self._capped = self._closed = False
+        self._most_reserved_bytes: int | None = None
+        self._enforced = self._closed = False
         self._last_use = card.memory_use()
         self._spilling = (
             None
@@ -97,9 +101,14 @@ class CudaDevice:
     def in_use(self) -> tuple[int, int]:
         """The allocator's peak is the program's to reset, so it tells only where it has risen. Else the peak was at
         most what was in use before and all that has been asked for since, and no higher than the allocator's.
+
+        Where it refuses nothing, segments nobody uses are given back here once it has reserved more than it may.
         """
         before, now = self._last_use, self._card.memory_use()
         self._last_use = now
+        most_bytes = self._most_reserved_bytes
+        if most_bytes is not None and not self._enforced and now.reserved_bytes > most_bytes:
+            self._card.empty_cache()
         if now.peak_bytes > before.peak_bytes:
             return now.now_bytes, now.peak_bytes
         most = before.now_bytes + now.ever_bytes - before.ever_bytes
@@ -222,9 +231,17 @@ class CudaDevice:
         self._card.empty_cache()
 
     def cap(self, budget_bytes: int | None) -> None:
-        """Have the allocator raise its out-of-memory error inside the op that would go over the budget."""
-        self._capped = budget_bytes is not None
-        self._card.limit(1.0 if budget_bytes is None else min(1.0, budget_bytes / self._card.total_bytes()))
+        self._most_reserved_bytes = None if budget_bytes is None else int(budget_bytes * _RESERVED)
+        self.enforce(False)
+
+    def enforce(self, on: bool) -> None:
+        """Have the allocator raise its out-of-memory error inside the op that would go over the cap, or let it go."""
+        enforced = on and self._most_reserved_bytes is not None
+        if enforced == self._enforced:
+            return
+        self._enforced = enforced
+        most_bytes = self._most_reserved_bytes if enforced else None
+        self._card.limit(1.0 if most_bytes is None else min(1.0, most_bytes / self._card.total_bytes()))
 
     def on_transfer(self, callback: Callable[[], None]) -> None:
         self._listeners.add(callback)
@@ -237,8 +254,7 @@ class CudaDevice:
     def close(self) -> None:
         self.stop()
         self._closed = True
-        if self._capped:
-            self.cap(None)
+        self.cap(None)
         if self._spilling is not None:
             self._spilling.close()
         self._pool.close()
