@@ -60,17 +60,25 @@ class Case:
 
 
 def _gpt_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
-    return next_byte_loss(model, torch.randint(0, 256, (BATCH, 33), generator=generator))
+    return next_byte_loss(model, _beside(model, torch.randint(0, 256, (BATCH, 33), generator=generator)))
 
 
 def _cnn_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
-    image = torch.randn(BATCH, 3, 16, 16, generator=generator)
-    return F.cross_entropy(model(image), torch.randint(0, 5, (BATCH,), generator=generator))
+    image = _beside(model, torch.randn(BATCH, 3, 16, 16, generator=generator))
+    return F.cross_entropy(model(image), _classes(model, generator))
 
 
 def _encoder_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
-    tokens = torch.randint(0, 64, (BATCH, 24), generator=generator)
-    return F.cross_entropy(model(tokens), torch.randint(0, 5, (BATCH,), generator=generator))
+    tokens = _beside(model, torch.randint(0, 64, (BATCH, 24), generator=generator))
+    return F.cross_entropy(model(tokens), _classes(model, generator))
+
+
+def _classes(model: nn.Module, generator: torch.Generator) -> Tensor:
+    return _beside(model, torch.randint(0, 5, (BATCH,), generator=generator))
+
+
+def _beside(model: nn.Module, data: Tensor) -> Tensor:
+    return data.to(next(model.parameters()).device)
 
 
 CASES = {
@@ -110,10 +118,10 @@ def _same(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def train(case: Case, steps: int) -> Numbers:
+def train(case: Case, steps: int, device: str = "cpu") -> Numbers:
     """Train from a fixed seed with momentum SGD; the caller opens `delta.evict` around it, or not."""
     torch.manual_seed(0)
-    model = case.make()
+    model = case.make().to(device)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     losses, gradients = [], []
@@ -124,4 +132,5 @@ def train(case: Case, steps: int) -> Numbers:
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         optimiser.step()
         optimiser.zero_grad()
-    return Numbers(losses, gradients, {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state())
+    random = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
+    return Numbers(losses, gradients, {k: v.clone() for k, v in model.state_dict().items()}, random)

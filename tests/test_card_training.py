@@ -1,10 +1,13 @@
 """Whole trainings on the CUDA device's own logic, over a simulated card that does everything at once: streams, events,
-pinned slabs and the card's clock beside hooks, recorder, plans and replays."""
+pinned slabs and the card's clock beside hooks, recorder, plans and replays. And on a real one."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from models import CASES, train
 from simulated_card import SimulatedCard, SimulatedEvent, Stream
+from torch import Tensor, nn
 
 import delta
 from delta.runtime import session
@@ -58,3 +61,66 @@ def test_a_training_on_a_card_gives_the_same_bits(card, case, policy, share):
     assert run._core is not None
     assert (run._core.engine.ledger.handles, run._core.device.host_bytes()) == (0, 0)
     assert card.slabs == 0
+
+
+@pytest.fixture
+def real_card() -> Iterator[None]:
+    """Plain PyTorch gives the same bits twice."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = before
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("real_card")
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
+@pytest.mark.parametrize("share", ["0%", "40%"])
+@pytest.mark.parametrize("policy", delta.policies())
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_on_a_real_card_gives_the_same_bits(case: str, policy: str, share: str) -> None:
+    plain = train(CASES[case], STEPS, "cuda")
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    with delta.evict(activations=share, policy=chosen, device="cuda") as run:
+        evicted = train(CASES[case], STEPS, "cuda")
+    assert plain.differences(evicted) == []
+    assert (sum(run.report().evictions.values()) > 0) == (policy != "keep")
+    assert run._core is not None
+    assert (run._core.engine.ledger.handles, run._core.device.host_bytes()) == (0, 0)
+
+
+def wide(peaks_bytes: list[int]) -> list[Tensor]:
+    """A training of tensors that have segments of their own; notes what the allocator gave out at most in each step."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256)) for _ in range(6)]
+    model = nn.Sequential(*parts).cuda()
+    optimiser = torch.optim.AdamW(model.parameters())
+    found = []
+    for _ in range(STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        loss = model(torch.randn(3072, 256, device="cuda")).square().mean()
+        loss.backward()
+        found += [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+        optimiser.step()
+        optimiser.zero_grad()
+        peaks_bytes.append(torch.cuda.max_memory_allocated())
+    return found
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("real_card")
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
+@pytest.mark.parametrize("part", [0.9, 0.6])
+@pytest.mark.parametrize("policy", ["delta", "swap", "recompute"])
+def test_a_budget_of_a_real_card_is_kept_to_and_ends_no_training(policy: str, part: float) -> None:
+    plain_bytes: list[int] = []
+    plain = wide(plain_bytes)
+    torch.cuda.empty_cache()
+    budget_bytes, peaks_bytes = int(max(plain_bytes) * part), list[int]()
+    with delta.evict(budget=budget_bytes, policy=policy, device="cuda"):
+        evicted = wide(peaks_bytes)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(plain, evicted, strict=True))
+    assert max(peaks_bytes[1:]) <= budget_bytes, "the first step is not known before"
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
