@@ -1,0 +1,43 @@
+/* Stands in for libcuda.so.1, which PyTorch loads by name when CUDA is first used. Nothing is compiled or launched
+   through it. */
+#define SAYS(name, status) \
+  int name(void) { return status; }
+enum { SUCCESS = 0, NOT_SUPPORTED = 801 };
+
+SAYS(cuInit, SUCCESS)
+SAYS(cuCtxSetCurrent, SUCCESS)
+SAYS(cuDevicePrimaryCtxRetain, SUCCESS)
+SAYS(cuModuleUnload, SUCCESS)
+SAYS(cuFlushGPUDirectRDMAWrites, SUCCESS)
+SAYS(cuModuleLoadData, NOT_SUPPORTED)
+SAYS(cuModuleLoadDataEx, NOT_SUPPORTED)
+SAYS(cuModuleGetFunction, NOT_SUPPORTED)
+SAYS(cuLaunchKernel, NOT_SUPPORTED)
+SAYS(cuLaunchKernelEx, NOT_SUPPORTED)
+SAYS(cuLaunchCooperativeKernel, NOT_SUPPORTED)
+SAYS(cuOccupancyMaxActiveBlocksPerMultiprocessor, NOT_SUPPORTED)
+SAYS(cuLinkCreate, NOT_SUPPORTED)
+SAYS(cuLinkAddData, NOT_SUPPORTED)
+SAYS(cuLinkComplete, NOT_SUPPORTED)
+SAYS(cuFuncSetAttribute, NOT_SUPPORTED)
+SAYS(cuFuncGetAttribute, NOT_SUPPORTED)
+SAYS(cuPointerGetAttribute, NOT_SUPPORTED)
+SAYS(cuTensorMapEncodeTiled, NOT_SUPPORTED)
+
+int cuCtxGetCurrent(void** context) {
+  *context = (void*)1;
+  return SUCCESS;
+}
+
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+  (void)device;
+  if (flags) *flags = 0;
+  *active = 1;
+  return SUCCESS;
+}
+
+int cuGetErrorString(int status, const char** text) {
+  (void)status;
+  *text = "not in the stand-in for the driver";
+  return SUCCESS;
+}
