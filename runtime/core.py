@@ -437,11 +437,14 @@ class Core:
             self._look(own=True)
 
     def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an op of the program's: for it, `inside` is False."""
+        """Run an op of the program's: for it, `inside` is False, and garbage is collected as ever."""
         owner, self._owner = self._owner, 0
+        if self._collects:
+            gc.enable()
         try:
             return func(*args, **kwargs)
         finally:
+            gc.disable()
             self._owner = owner
 
     # -- instructions ---------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What the recorder writes down of a program's ops, and that nobody notices it."""
 
+import gc
 import time
 from collections import Counter
 
@@ -426,6 +427,26 @@ def test_an_op_that_runs_out_of_memory_runs_once_more(core, monkeypatch, grad):
     assert torch.equal(y, torch.sin(x))
     assert len(rescued) == core.oom_rescues == 1
     assert enforced == [False]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_within_an_op_garbage_is_collected_as_the_program_wants(core, collecting):
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(gc.isenabled())
+            return func(*args, **kwargs or {})
+
+    seen = []
+    x = torch.randn(4)
+    try:
+        if not collecting:
+            gc.disable()
+        with Sees(), Recorder(core):
+            x.sin()
+        seen.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert seen == [collecting] * 2
 
 
 def test_a_second_failure_is_the_user_s(core):
