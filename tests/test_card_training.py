@@ -65,13 +65,10 @@ def test_a_training_on_a_card_gives_the_same_bits(card, case, policy, share):
 
 @pytest.fixture
 def real_card() -> Iterator[None]:
-    """Plain PyTorch gives the same bits twice."""
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
+    """Plain PyTorch gives the same bits twice, cuDNN included."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = before
 
 
 @pytest.mark.cuda
