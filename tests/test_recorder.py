@@ -430,13 +430,16 @@ def test_an_op_that_runs_out_of_memory_runs_once_more(core, monkeypatch, grad):
 
 
 @pytest.mark.parametrize("collecting", [True, False])
-def test_within_an_op_garbage_is_collected_as_the_program_wants(core, collecting):
+def test_within_an_op_garbage_is_collected_as_the_program_wants(core, collecting, monkeypatch):
+    """And no longer."""
+
     class Sees(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(gc.isenabled())
             return func(*args, **kwargs or {})
 
-    seen = []
+    seen, right_after = [], []
+    monkeypatch.setattr(core, "own_time", lambda ns: right_after.append(gc.isenabled()))
     x = torch.randn(4)
     try:
         if not collecting:
@@ -447,6 +450,7 @@ def test_within_an_op_garbage_is_collected_as_the_program_wants(core, collecting
     finally:
         gc.enable()
     assert seen == [collecting] * 2
+    assert right_after == [False]
 
 
 def test_a_second_failure_is_the_user_s(core):

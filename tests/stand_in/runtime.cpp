@@ -1,6 +1,5 @@
 // Stands in for libcudart: one card whose memory is the host's, whose streams are threads, and whose kernels are
-// refused
-// (`host_ops.py` computes instead). Preloaded, so that what is not here goes to the runtime itself, which finds no
+// refused, since `host_ops.py` computes instead. Preloaded: what is not here goes to the runtime itself, which finds no
 // card.
 //
 // Copies over the link and results of ops take time, more or less of it by chance, so that events pass in any order
@@ -11,9 +10,7 @@
 // or a result is late by; STAND_IN_SEED.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -34,11 +31,11 @@ double env(const char* name, double otherwise) {
   const char* t = getenv(name);
   return t ? atof(t) : otherwise;
 }
-std::mutex& G() {
+std::mutex& mutex() {
   static auto* m = new std::mutex;
   return *m;
 }
-std::condition_variable& CV() {
+std::condition_variable& changed() {
   static auto* c = new std::condition_variable;
   return *c;
 }
@@ -68,15 +65,15 @@ struct CardStream {
     std::thread([this] { run(); }).detach();
   }
   void run() {
-    std::unique_lock<std::mutex> lock(G());
+    std::unique_lock<std::mutex> lock(mutex());
     for (;;) {
-      CV().wait(lock, [this] { return !work.empty(); });
+      changed().wait(lock, [this] { return !work.empty(); });
       auto job = std::move(work.front());
       work.pop_front();
       busy = true;
       job(lock);
       busy = false;
-      CV().notify_all();
+      changed().notify_all();
     }
   }
   bool idle() const { return work.empty() && !busy; }
@@ -113,20 +110,19 @@ size_t total() {
   static size_t t = size_t(env("STAND_IN_GIB", 8) * (1ull << 30));
   return t;
 }
-const Range* find(const void* p, uintptr_t* base = nullptr) {
+const Range* find(const void* p) {
   auto& r = ranges();
   auto it = r.upper_bound(uintptr_t(p));
   if (it == r.begin()) return nullptr;
   --it;
   if (uintptr_t(p) >= it->first + it->second.bytes) return nullptr;
-  if (base) *base = it->first;
   return &it->second;
 }
 void drain(std::unique_lock<std::mutex>& lock, CardStream& s) {
-  CV().wait(lock, [&] { return s.idle(); });
+  changed().wait(lock, [&] { return s.idle(); });
 }
 void drain_all(std::unique_lock<std::mutex>& lock) {
-  CV().wait(lock, [] {
+  changed().wait(lock, [] {
     for (auto& s : streams())
       if (!s.second->idle()) return false;
     return true;
@@ -266,7 +262,7 @@ EXPORT cudaError_t cudaGetDriverEntryPoint(const char* n, void** f, unsigned lon
 }
 
 EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned, int priority) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   auto* s = new CardStream(next_id++);
   s->priority = priority;
   *out = reinterpret_cast<cudaStream_t>(s);
@@ -279,37 +275,37 @@ EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned f) {
 EXPORT cudaError_t cudaStreamCreate(cudaStream_t* out) { return cudaStreamCreateWithPriority(out, 0, 0); }
 EXPORT cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t s, int* p) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   *p = at(s).priority;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long* id) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   *id = at(s).id;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t s) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   return at(s).idle() ? cudaSuccess : cudaErrorNotReady;
 }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t s) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   drain(lock, at(s));
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaDeviceSynchronize() {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   drain_all(lock);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t fn, void* data) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   at(s).work.push_back([=](std::unique_lock<std::mutex>& l) {
     l.unlock();
     fn(data);
     l.lock();
   });
-  CV().notify_all();
+  changed().notify_all();
   return cudaSuccess;
 }
 
@@ -325,39 +321,39 @@ EXPORT cudaError_t cudaEventDestroy(cudaEvent_t e) {
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   EventP state = reinterpret_cast<CardEvent*>(e)->state;
   auto number = ++state->recorded;
   at(s).work.push_back([=](std::unique_lock<std::mutex>&) {
     state->done = number;
     state->when = Clock::now();
   });
-  CV().notify_all();
+  changed().notify_all();
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEventRecordWithFlags(e, s, 0); }
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t e) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   auto& state = *reinterpret_cast<CardEvent*>(e)->state;
   return state.done == state.recorded ? cudaSuccess : cudaErrorNotReady;
 }
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t e) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   EventP state = reinterpret_cast<CardEvent*>(e)->state;
   auto number = state->recorded;
-  CV().wait(lock, [&] { return state->done >= number; });
+  changed().wait(lock, [&] { return state->done >= number; });
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   EventP state = reinterpret_cast<CardEvent*>(e)->state;
   auto number = state->recorded;
-  at(s).work.push_back([=](std::unique_lock<std::mutex>& l) { CV().wait(l, [&] { return state->done >= number; }); });
-  CV().notify_all();
+  at(s).work.push_back([=](std::unique_lock<std::mutex>& l) { changed().wait(l, [&] { return state->done >= number; }); });
+  changed().notify_all();
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   auto &x = *reinterpret_cast<CardEvent*>(a)->state, &y = *reinterpret_cast<CardEvent*>(b)->state;
   if (!x.timing || !y.timing || !x.recorded || !y.recorded) return fail(cudaErrorInvalidResourceHandle);
   if (x.done != x.recorded || y.done != y.recorded) return fail(cudaErrorNotReady);
@@ -369,7 +365,7 @@ EXPORT cudaError_t cudaEventElapsedTime_v2(float* ms, cudaEvent_t a, cudaEvent_t
 }
 
 EXPORT cudaError_t cudaMalloc(void** out, size_t n) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   if (used + n > total()) return fail(cudaErrorMemoryAllocation);
   void* p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
@@ -381,7 +377,7 @@ EXPORT cudaError_t cudaMalloc(void** out, size_t n) {
 }
 EXPORT cudaError_t cudaFree(void* p) {
   if (!p) return cudaSuccess;
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   drain_all(lock);
   auto it = ranges().find(uintptr_t(p));
   if (it == ranges().end() || it->second.kind != DEVICE) return fail(cudaErrorInvalidValue);
@@ -391,7 +387,7 @@ EXPORT cudaError_t cudaFree(void* p) {
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemGetInfo(size_t* f, size_t* t) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   *t = total();
   *f = total() - used;
   return cudaSuccess;
@@ -399,34 +395,34 @@ EXPORT cudaError_t cudaMemGetInfo(size_t* f, size_t* t) {
 EXPORT cudaError_t cudaHostAlloc(void** out, size_t n, unsigned) {
   void* p = nullptr;
   if (posix_memalign(&p, 4096, n ? n : 1)) return fail(cudaErrorMemoryAllocation);
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   ranges()[uintptr_t(p)] = {n, HOST};
   *out = p;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMallocHost(void** out, size_t n) { return cudaHostAlloc(out, n, 0); }
 EXPORT cudaError_t cudaFreeHost(void* p) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   drain_all(lock);
   ranges().erase(uintptr_t(p));
   free(p);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaHostRegister(void* p, size_t n, unsigned) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   if (find(p)) return fail(cudaErrorHostMemoryAlreadyRegistered);
   ranges()[uintptr_t(p)] = {n, HOST};
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaHostUnregister(void* p) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   auto it = ranges().find(uintptr_t(p));
   if (it == ranges().end()) return fail(cudaErrorHostMemoryNotRegistered);
   ranges().erase(it);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   memset(a, 0, sizeof *a);
   auto* r = find(p);
   a->type = !r ? cudaMemoryTypeUnregistered : r->kind == DEVICE ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
@@ -437,7 +433,7 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void
 }
 static cudaError_t copy(void* to, const void* from, size_t n, cudaStream_t s, bool wait) {
   if (!n) return cudaSuccess;
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   auto *a = find(to), *b = find(from);
   bool pageable = !a || !b, link = pageable || a->kind == HOST || b->kind == HOST;
   CardStream& stream = at(s);
@@ -447,12 +443,12 @@ static cudaError_t copy(void* to, const void* from, size_t n, cudaStream_t s, bo
     memmove(to, from, n);
     l.lock();
   });
-  CV().notify_all();
+  changed().notify_all();
   if (pageable || wait) drain(lock, stream);
   return cudaSuccess;
 }
 EXPORT cudaError_t standInDeliver(void* to, const void* from, size_t n, cudaStream_t s) {  // a kernel's result, late
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   CardStream& stream = at(s);
   stream.work.push_back([=, &stream](std::unique_lock<std::mutex>& l) {
     l.unlock();
@@ -460,7 +456,7 @@ EXPORT cudaError_t standInDeliver(void* to, const void* from, size_t n, cudaStre
     memmove(to, from, n);
     l.lock();
   });
-  CV().notify_all();
+  changed().notify_all();
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind, cudaStream_t s) {
@@ -470,13 +466,13 @@ EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKi
   return copy(to, from, n, nullptr, true);
 }
 EXPORT cudaError_t cudaMemsetAsync(void* to, int v, size_t n, cudaStream_t s) {
-  std::unique_lock<std::mutex> lock(G());
+  std::unique_lock<std::mutex> lock(mutex());
   at(s).work.push_back([=](std::unique_lock<std::mutex>& l) {
     l.unlock();
     memset(to, v, n);
     l.lock();
   });
-  CV().notify_all();
+  changed().notify_all();
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemset(void* to, int v, size_t n) {
