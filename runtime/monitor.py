@@ -5,6 +5,7 @@ Nothing here raises because a driver, a card or a file is missing: the text of t
 to get it.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from delta.units import format_bytes
 T = TypeVar("T")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
+_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,19 @@ def gpu(uuid: str) -> GpuFacts | None:
     """
     wanted = uuid.removeprefix("GPU-")
     return next((card for card in gpus().cards if card.uuid.removeprefix("GPU-") == wanted), None)
+
+
+def maps_memory(index: int) -> bool:
+    """Whether the driver of this card (by torch's index) maps memory to addresses of one's choice, which the
+    allocator's expandable segments need. Virtual cards may not."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    card, answer = ctypes.c_int(), ctypes.c_int()
+    failed = driver.cuDeviceGet(ctypes.byref(card), index)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(answer), _VIRTUAL_MEMORY, card)
+    return not failed and bool(answer.value)
 
 
 def _card(handle: object, driver: str) -> GpuFacts:

@@ -6,7 +6,9 @@ and 6 of the design, section 6):
 - the batch-norm family updates running statistics that its schema does not mark as written;
 - `rrelu_with_noise` writes its noise argument;
 - results that depend on data (`topk`, `sort`, ...) decide what later ops do, so they are kept rather than made again;
-- on CUDA, ops that add with atomics need not give the same bits twice;
+- cuDNN's recurrent nets draw their dropout from a state of their own, which they move on in silence;
+- on CUDA, ops whose threads add or write to one place in any order need not give the same bits twice, and of the ops
+  of backward hardly any promises to: of those, only the pointwise ones are run again there;
 - convolutions there may take another algorithm the second time (`cudnn_chooses`).
 """
 
@@ -32,12 +34,16 @@ _DATA_DEPENDENT = {
     "topk", "sort", "argsort", "msort", "kthvalue", "mode", "median", "nanmedian", "multinomial", "nonzero",
     "unique_dim", "_unique", "_unique2", "unique_consecutive", "unique_dim_consecutive",
 }  # fmt: skip
-_NEVER = {"rrelu_with_noise", "rrelu_with_noise_", "item", "_local_scalar_dense", "set_", "resize_", "resize_as_"}
-_ATOMIC_ON_CUDA = {
+_NEVER = {
+    "rrelu_with_noise", "rrelu_with_noise_", "item", "_local_scalar_dense", "set_", "resize_", "resize_as_",
+    "_cudnn_rnn", "_cudnn_init_dropout_state", "miopen_rnn",
+}  # fmt: skip
+# From the documentation of `torch.use_deterministic_algorithms`.
+_UNORDERED_ON_CUDA = {
     "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_put",
     "index_put_", "_index_put_impl_", "put", "put_", "bincount", "histc", "cumsum", "cumprod", "index_reduce",
-    "index_reduce_", "embedding_bag", "_embedding_bag", "ctc_loss", "_ctc_loss", "nll_loss2d_forward",
-    "grid_sampler_2d_backward", "grid_sampler_3d_backward",
+    "index_reduce_", "index_copy", "index_copy_", "scatter", "scatter_", "embedding_bag", "_embedding_bag", "ctc_loss",
+    "_ctc_loss", "_cudnn_ctc_loss", "nll_loss2d_forward", "max_unpool2d", "max_unpool3d",
 }  # fmt: skip
 _CUDNN_CHOOSES = {
     "convolution", "_convolution", "convolution_overrideable", "cudnn_convolution", "cudnn_convolution_transpose",
@@ -121,7 +127,9 @@ def facts_of(func: OpOverload) -> OpFacts:
     return OpFacts(
         name=f"{func.namespace}.{short}",
         replayable=may,
-        replayable_on_cuda=may and short not in _ATOMIC_ON_CUDA,
+        replayable_on_cuda=may
+        and short not in _UNORDERED_ON_CUDA
+        and ("_backward" not in short or torch.Tag.pointwise in tags),
         cudnn_chooses=func.namespace == "aten" and short in _CUDNN_CHOOSES,
         seeded=torch.Tag.nondeterministic_seeded in tags,
         mutates=tuple(mutates),

@@ -106,6 +106,7 @@ class SimulatedCard:
     torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     ran: list[str] = field(default_factory=list)
     fraction: float = 1.0
+    expands: bool = False
     emptied: int = 0
     shared: list[str] = field(default_factory=list)
     slabs: int = 0
@@ -216,6 +217,9 @@ class SimulatedCard:
 
     def limit(self, fraction: float) -> None:
         self.fraction = fraction
+
+    def expand_segments(self, on: bool) -> None:
+        self.expands = on
 
     def slab_source(self) -> SlabSource:
         def source(nbytes: int) -> Slab:

@@ -13,6 +13,7 @@ from delta.errors import HostFullError, SwapError
 from delta.runtime.device import make_device
 from delta.runtime.device.base import Ticket
 from delta.runtime.device.cuda import CudaDevice
+from delta.runtime.monitor import maps_memory
 from delta.runtime.rawmem import as_bytes
 from delta.units import Bytes
 
@@ -287,6 +288,15 @@ def test_a_cap_limits_the_allocator_and_ends_with_the_device(card: SimulatedCard
     assert card.fraction == 1.0
 
 
+def test_segments_are_expandable_for_as_long_as_there_is_a_budget(card: SimulatedCard) -> None:
+    device = CudaDevice(card, HostConfig())
+    assert not card.expands
+    device.cap(2**28)
+    assert (card.expands, card.emptied) == (True, 1)
+    device.close()
+    assert not card.expands
+
+
 def test_where_nothing_is_refused_what_is_merely_reserved_goes_back(card: SimulatedCard) -> None:
     device = CudaDevice(card, HostConfig())
     emptied = []
@@ -375,3 +385,47 @@ def test_a_real_card_under_compute() -> None:
         got.append(as_bytes(back.storage).view(torch.float32).view(1024, 1024).sum().item())
     assert got == wanted
     device.close()
+
+
+def allocator_settings() -> dict[str, object]:
+    return dict(torch.cuda.memory._snapshot()["allocator_settings"])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("settings", ["", "garbage_collection_threshold:0.9", "expandable_segments:False"])
+def test_the_allocator_of_a_real_card_expands_segments_where_the_program_has_not_decided(settings: str) -> None:
+    """And is afterwards what it was."""
+    if not maps_memory(torch.cuda.current_device()):
+        pytest.skip("this card's driver cannot")
+    torch._C._accelerator_setAllocatorSettings(settings)
+    before = allocator_settings()
+    try:
+        device = make_device("cuda", HostConfig())
+        device.cap(2**30)
+        during = allocator_settings()
+        assert during["expandable_segments"] is (settings != "expandable_segments:False")
+        assert during["garbage_collection_threshold"] == before["garbage_collection_threshold"]
+        kept = torch.empty(2**28, dtype=torch.uint8, device="cuda").fill_(7)
+        [segment] = [
+            each
+            for each in torch.cuda.memory_snapshot()
+            if each["address"] <= kept.data_ptr() < each["address"] + each["total_size"]
+        ]
+        assert segment["is_expandable"] is during["expandable_segments"]
+        device.close()
+        assert allocator_settings() == before
+        assert kept.eq(7).all()
+    finally:
+        torch._C._accelerator_setAllocatorSettings("")
+
+
+@pytest.mark.cuda
+def test_settings_that_the_program_makes_under_a_budget_stay() -> None:
+    device = make_device("cuda", HostConfig())
+    device.cap(2**30)
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:100")
+    device.close()
+    try:
+        assert allocator_settings()["max_split_size"] == 100 * MIB
+    finally:
+        torch._C._accelerator_setAllocatorSettings("")

@@ -139,6 +139,8 @@ def test_written_arguments(func, mutates):
         aten._local_scalar_dense.default,
         aten.rrelu_with_noise.default,
         aten.rrelu_with_noise_.default,
+        aten._cudnn_rnn.default,
+        aten._cudnn_init_dropout_state.default,
         aten.set_.source_Storage,
         aten.resize_.default,
         aten.masked_select.default,
@@ -161,6 +163,8 @@ def test_what_is_never_run_again(func):
         aten.embedding.default,
         aten.add_.Tensor,
         aten.convolution.default,
+        aten.gelu_backward.default,
+        aten.threshold_backward.default,
     ],
 )
 def test_what_may_run_again_anywhere(func):
@@ -168,8 +172,21 @@ def test_what_may_run_again_anywhere(func):
     assert facts_of(func).replayable_on_cuda
 
 
-@pytest.mark.parametrize("func", [aten.index_add_.default, aten.cumsum.default, aten.scatter_add.default])
-def test_atomics_keep_an_op_from_running_again_on_cuda(func):
+@pytest.mark.parametrize(
+    "func",
+    [
+        aten.index_add_.default,
+        aten.cumsum.default,
+        aten.scatter_add.default,
+        aten.scatter.src,
+        aten.index_copy.default,
+        aten.max_unpool2d.default,
+        aten.max_pool2d_with_indices_backward.default,
+        aten.convolution_backward.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+    ],
+)
+def test_threads_without_an_order_keep_an_op_from_running_again_on_cuda(func):
     assert facts_of(func).replayable
     assert not facts_of(func).replayable_on_cuda
 

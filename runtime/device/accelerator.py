@@ -16,6 +16,8 @@ from delta.runtime.host import SlabSource
 from delta.runtime.pinned import slab_source
 from delta.runtime.rawmem import as_bytes
 
+_EXPAND = "expandable_segments"
+
 
 class Event(Protocol):
     """A place in a stream. `torch.cuda.Event` is one."""
@@ -95,6 +97,11 @@ class Accelerator(Protocol):
         """Let the allocator refuse to reserve more than this part of the card."""
         ...
 
+    def expand_segments(self, on: bool) -> None:
+        """Have the allocator reserve memory where it needs it next, if the card can and the program has not said
+        otherwise; or leave it as it was. A budget of reserved bytes is lost on segments that nothing fits into."""
+        ...
+
     def slab_source(self) -> SlabSource: ...
 
 
@@ -103,6 +110,7 @@ class CudaCard:
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
+        self._settings: str | None = None  # the allocator's, while others hold
 
     def new_stream(self) -> Stream:
         return cast(Stream, torch.cuda.Stream(self.torch_device))
@@ -151,9 +159,27 @@ class CudaCard:
     def limit(self, fraction: float) -> None:
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
+    def expand_segments(self, on: bool) -> None:
+        """What is set replaces all settings there were, and holds for every card (PyTorch's `AllocatorConfig`)."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+        if on and _EXPAND not in settings and monitor.maps_memory(self.torch_device.index):
+            self._settings = settings
+            torch._C._accelerator_setAllocatorSettings(_expanding(settings))
+        elif not on and self._settings is not None:
+            if settings == _expanding(self._settings):
+                for each in (f"{_EXPAND}:False", self._settings):  # nothing but this one keeps its value if not named
+                    torch._C._accelerator_setAllocatorSettings(each)
+            self._settings = None
+
     def slab_source(self) -> SlabSource:
         card = monitor.gpu(str(torch.cuda.get_device_properties(self.torch_device).uuid))
         return slab_source(card.numa_node if card else None)
+
+
+def _expanding(settings: str) -> str:
+    return ",".join(filter(None, (settings, f"{_EXPAND}:True")))
 
 
 def blocks_of(segments: Iterable[Mapping[str, Any]], device: int) -> list[MemoryBlock]:

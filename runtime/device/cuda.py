@@ -106,9 +106,8 @@ class CudaDevice:
         """
         before, now = self._last_use, self._card.memory_use()
         self._last_use = now
-        most_bytes = self._most_reserved_bytes
-        if most_bytes is not None and not self._enforced and now.reserved_bytes > most_bytes:
-            self._card.empty_cache()
+        if not self._enforced:
+            self._return_excess(now.reserved_bytes)
         if now.peak_bytes > before.peak_bytes:
             return now.now_bytes, now.peak_bytes
         most = before.now_bytes + now.ever_bytes - before.ever_bytes
@@ -232,6 +231,9 @@ class CudaDevice:
 
     def cap(self, budget_bytes: int | None) -> None:
         self._most_reserved_bytes = None if budget_bytes is None else int(budget_bytes * _RESERVED)
+        self._card.expand_segments(budget_bytes is not None)
+        if budget_bytes is not None:
+            self._card.empty_cache()  # segments of the kind that was
         self.enforce(False)
 
     def enforce(self, on: bool) -> None:
@@ -240,8 +242,14 @@ class CudaDevice:
         if enforced == self._enforced:
             return
         self._enforced = enforced
+        if enforced:
+            self._return_excess(self._card.memory_use().reserved_bytes)
         most_bytes = self._most_reserved_bytes if enforced else None
         self._card.limit(1.0 if most_bytes is None else min(1.0, most_bytes / self._card.total_bytes()))
+
+    def _return_excess(self, reserved_bytes: int) -> None:
+        if self._most_reserved_bytes is not None and reserved_bytes > self._most_reserved_bytes:
+            self._card.empty_cache()
 
     def on_transfer(self, callback: Callable[[], None]) -> None:
         self._listeners.add(callback)

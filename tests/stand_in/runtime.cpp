@@ -8,8 +8,11 @@
 //
 // Environment: STAND_IN_GIB, the card's memory; STAND_IN_GBPS, the link's speed; STAND_IN_LATE_US, the most that a copy
 // or a result is late by; STAND_IN_SEED.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -250,10 +253,14 @@ EXPORT cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t, cudaStreamCaptureSt
   if (id) *id = 0;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** f, unsigned, unsigned long long,
+static CUresult refuse() { return CUDA_ERROR_NOT_SUPPORTED; }
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** f, unsigned, unsigned long long,
                                                     cudaDriverEntryPointQueryResult* r) {
-  *f = nullptr;
-  if (r) *r = cudaDriverEntryPointSymbolNotFound;
+  static void* driver = dlopen("libcuda.so.1", RTLD_NOW);
+  *f = dlsym(RTLD_DEFAULT, name);  // those of virtual memory are below
+  if (!*f) *f = dlsym(driver, name);
+  if (!*f) *f = (void*)refuse;
+  if (r) *r = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaGetDriverEntryPoint(const char* n, void** f, unsigned long long g,
@@ -391,6 +398,56 @@ EXPORT cudaError_t cudaMemGetInfo(size_t* f, size_t* t) {
   *t = total();
   *f = total() - used;
   return cudaSuccess;
+}
+
+// The driver's virtual memory, for expandable segments: addresses are reserved, and pieces of the card mapped onto them.
+// Unmapping waits for nothing, as on a card.
+static CUresult reserve(CUdeviceptr* p, size_t n, int flags) {
+  void* at = mmap((void*)*p, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+  *p = CUdeviceptr(at);
+  return at == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemGetAllocationGranularity(size_t* n, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  *n = 2 << 20;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemAddressReserve(CUdeviceptr* out, size_t n, size_t, CUdeviceptr, unsigned long long) {
+  *out = 0;
+  return reserve(out, n, 0);
+}
+EXPORT CUresult cuMemAddressFree(CUdeviceptr p, size_t n) {
+  return munmap((void*)p, n) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* out, size_t n, const CUmemAllocationProp*,
+                            unsigned long long) {
+  std::unique_lock<std::mutex> lock(mutex());
+  if (used + n > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+  int file = memfd_create("card", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, n)) return CUDA_ERROR_OUT_OF_MEMORY;
+  used += n;
+  *out = file;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle file) {
+  std::unique_lock<std::mutex> lock(mutex());
+  used -= lseek(int(file), 0, SEEK_END);
+  close(int(file));
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemMap(CUdeviceptr p, size_t n, size_t offset, CUmemGenericAllocationHandle file,
+                         unsigned long long) {
+  std::unique_lock<std::mutex> lock(mutex());
+  void* at = mmap((void*)p, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, int(file), offset);
+  if (at == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
+  memset(at, 0xFF, n);
+  ranges()[p] = {n, DEVICE};
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+EXPORT CUresult cuMemUnmap(CUdeviceptr p, size_t n) {
+  std::unique_lock<std::mutex> lock(mutex());
+  if (ranges().erase(p) != 1) return CUDA_ERROR_INVALID_VALUE;
+  return reserve(&p, n, MAP_FIXED);
 }
 EXPORT cudaError_t cudaHostAlloc(void** out, size_t n, unsigned) {
   void* p = nullptr;
