@@ -82,7 +82,7 @@ class Core:
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)
         self.writes = Writes(self)
-        self.trials = Trials()
+        self.trials = Trials(self.begins, self.spent)
         self.planning = PlanningAside(engine.planning)
         self.slots: dict[int, Slot] = {}
         self.stall_ns = 0

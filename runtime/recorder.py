@@ -144,11 +144,7 @@ class Recorder(TorchDispatchMode):
         """How long making the first result again takes, where the others give it."""
         if len(products) != len(results):
             return None
-        trials = self._core.trials
-        tried_ns = trials.spent_ns
-        again_ns = trials.again_ns(func, args, results)
-        self._core.spent(trials.spent_ns - tried_ns)
-        return again_ns
+        return self._core.trials.again_ns(func, args, results)
 
     def _op(
         self,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from models import CASES, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
 from delta.engine import Engine
@@ -224,6 +225,32 @@ def test_replays_are_not_the_step_s_time(monkeypatch):
         loss.sum().backward()
     assert card.now_ns > 3 * 10**12
     assert (graphs[0].save_ns[0], graphs[0].end_ns) == (0, 5)
+
+
+class Ticking(TorchDispatchMode):
+    """Below the recorder: every op takes 7 ns of the card."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self._card = card
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._card.now_ns += 7
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_step_s_ops_are_its_time(monkeypatch):
+    card, graphs = Card(), []
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: card)
+    x, chosen = torch.randn(64, requires_grad=True), delta.load_policy("swap", {"filter.min_bytes": 0})
+    with Ticking(card), delta.evict(activations="90%", policy=chosen, device="cpu") as run:
+        assert run._core is not None
+        learner = run._core.engine.learner
+        plans = learner.make_plan
+        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        x.sin().neg().sin().neg().exp().sum().backward()
+    assert graphs[0].save_ns == (0, 14, 35)
+    assert graphs[0].need_ns[0] > 35
 
 
 def test_a_clock_of_a_device_that_is_done_at_once_has_no_moments():
