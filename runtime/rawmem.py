@@ -57,10 +57,10 @@ def sole_owner(storage: torch.UntypedStorage, tensors: int = 0) -> bool:
 
     The use count is 1 for a storage that only its Python handle holds; each tensor adds one. Several names for one
     handle cannot be told apart, and memory that torch only borrowed (numpy, mmap, DLPack) is recognised by being not
-    resizable.
+    resizable. Memory of a card always passes for shared, whoever uses it.
     """
     users: int = torch._C._storage_Use_Count(storage._cdata)
-    return users == 1 + tensors and storage.resizable() and not storage.is_shared()
+    return users == 1 + tensors and storage.resizable() and (storage.is_cuda or not storage.is_shared())
 
 
 class ResidentMeter:

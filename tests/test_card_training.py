@@ -11,6 +11,7 @@ from simulated_card import SimulatedCard, SimulatedEvent, Stream
 from torch import Tensor, nn
 
 import delta
+from delta.planner.steplog import StepGraph
 from delta.runtime import session
 from delta.runtime.device.cuda import CudaDevice
 from delta.runtime.monitor import maps_memory
@@ -134,3 +135,34 @@ def test_a_budget_of_a_real_card_is_kept_to_and_ends_no_training(policy: str, pa
     if maps_memory(torch.cuda.current_device()):
         assert max(peak.reserved_bytes for peak in known) <= 1.05 * budget_bytes + _SEGMENT_BYTES
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+def learned(device: str, policy: str) -> StepGraph:
+    """What is known of a step of a small net when it is planned for the first time."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(5)]
+    model, graphs = nn.Sequential(*parts).to(device), list[StepGraph]()
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    with delta.evict(activations="300KiB", policy=chosen, device=device) as run:
+        assert run._core is not None
+        learner = run._core.engine.learner
+        plans = learner.make_plan
+        assert plans is not None
+        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)  # type: ignore[func-returns-value]
+        model(torch.randn(128, 64, device=device)).square().mean().backward()
+    return graphs[0]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("policy", ["delta", "swap", "recompute"])
+def test_a_step_is_known_on_a_real_card_as_on_a_cpu(policy: str) -> None:
+    """What is saved, how long the program uses it itself, when it is needed and let go of. The ops that run from the
+    first save to the last one are a part of that time."""
+    card, cpu = learned("cuda", policy), learned("cpu", policy)
+    for part in ("saved", "floats_to", "needs", "first_need", "release", "needs_before"):
+        assert getattr(card, part) == getattr(cpu, part), part
+    assert [node.nbytes for node in card.nodes] == [node.nbytes for node in cpu.nodes]
+    assert [op.name for op in card.ops] == [op.name for op in cpu.ops]
+    between_ns = [op.cost_ns for op in card.ops[1:-2]]  # a layer norm, which saves first; the loss is made after all
+    assert 0 < sum(between_ns) <= card.save_ns[-1] + 1000 * len(between_ns), "events tell half microseconds"
+    assert card.save_ns[-1] < card.need_ns[0] < card.end_ns

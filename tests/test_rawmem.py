@@ -37,6 +37,17 @@ def test_sole_owner() -> None:
     assert sole_owner(storage)
 
 
+@pytest.mark.cuda
+def test_sole_owner_on_a_card() -> None:
+    storage = torch.UntypedStorage(8, device="cuda")
+    assert sole_owner(storage)
+    tensor = as_bytes(storage)
+    assert not sole_owner(storage)
+    assert sole_owner(storage, tensors=1)
+    del tensor
+    assert sole_owner(storage)
+
+
 def test_borrowed_memory_has_another_owner() -> None:
     """Poisoning or dropping it would change an array that the user still holds."""
     array = np.ones(4096, dtype=np.float32)
