@@ -68,6 +68,7 @@ class Hooks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._elsewhere: torch.device | None = None  # where a tensor was saved that is not looked after
 
     def pack(self, tensor: Tensor) -> Handle | Watched | Passed:
         core = self._core
@@ -110,6 +111,11 @@ class Hooks:
 
     def unpack(self, packed: Handle | Watched | Passed) -> Tensor:
         if type(packed) is Passed:
+            if self._elsewhere is not None:
+                if self.all_elsewhere is not None:
+                    self._core.engine.totals.warn("elsewhere", self.all_elsewhere)
+                    self._core.raise_warnings()
+                self._elsewhere = None
             return _unchanged(packed.tensor, packed.version)
         if type(packed) is Watched:
             if packed.taken is None:
@@ -138,8 +144,23 @@ class Hooks:
             split(packed, tensor)
         return tensor
 
+    @property
+    def all_elsewhere(self) -> str | None:
+        """What to tell the user if autograd has saved tensors, but none on the device that is looked after."""
+        core = self._core
+        if self._elsewhere is None or core.engine.totals.steps or core.watch.count or core.slots:
+            return None
+        return (
+            f"autograd saves its tensors on {self._elsewhere}, and none on {core.device.torch_device}, which Delta "
+            f'looks after: give device="{self._elsewhere}", or model=, and it looks there'
+        )
+
     def _wanted(self, tensor: Tensor) -> bool:
-        if not is_plain(tensor) or tensor.device != self._core.device.torch_device or not tensor.numel():
+        if not is_plain(tensor) or not tensor.numel():
+            return False
+        if tensor.device != self._core.device.torch_device:
+            if tensor.dim():
+                self._elsewhere = tensor.device
             return False
         if tensor.dtype is torch.bool and tensor.numel() == 1:
             return False

@@ -68,7 +68,7 @@ class evict(ContextDecorator):
     hold if nothing were evicted). Give one of them, or neither to watch and report only. ``policy``: a shipped name, a
     path to a YAML file, or a `delta.Policy`. ``model``: optional; names modules in rules. ``timeline``: a file for the
     events of the run. ``trace``: a file for the first step as a trace, or a `delta.trace.Recording` of other steps.
-    ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the first CUDA device, else the CPU.
+    ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the current CUDA device, else the CPU.
 
     Usable as a decorator and one block after the other, not nested. A backward after the block has ended still works.
 
@@ -103,6 +103,7 @@ class evict(ContextDecorator):
         self._stack: ExitStack | None = None
         self._tracer: Tracer | None = None
         self._switch: _Switch | None = None
+        self._hooks: Hooks | None = None
 
     # -- the block ------------------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
@@ -122,7 +123,10 @@ class evict(ContextDecorator):
     ) -> None:
         stack, self._stack = self._stack, None
         assert stack is not None
+        elsewhere = self._hooks.all_elsewhere if self._hooks is not None else None
         stack.close()
+        if error is not None and elsewhere is not None:
+            error.add_note(elsewhere)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
             error.add_note(_HOOKS_REFUSED)
         if self._core is not None and kind is None:
@@ -209,7 +213,7 @@ class evict(ContextDecorator):
         stack.enter_context(AnnouncedWrites(core))
         stack.enter_context(core.persistent.new_modules())
         stack.enter_context(no_replicas())
-        hooks = Hooks(core)
+        self._hooks = hooks = Hooks(core)
         if self._trace is not None:
             self._tracer = Tracer(core, hooks, self._trace, _measured(device))
             stack.callback(self._tracer.finish)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import delta
 from delta.engine import Engine
+from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.hooks import Handle, Hooks, Passed
 from delta.runtime.watch import Watched
 
@@ -577,3 +578,48 @@ def test_training_in_every_mode_leaves_no_handle():
         assert engine(run).ledger.resident_bytes == 0
         engine(run).ledger.validate()
     assert run._core.device.host_bytes() == 0
+
+
+# -- on another device ------------------------------------------------------------------------------------------------
+@pytest.fixture
+def another_device(monkeypatch):
+    """As on a machine with a card, while the program trains on its CPU."""
+    monkeypatch.setattr(CpuDevice, "torch_device", torch.device("meta"))
+
+
+@pytest.mark.usefixtures("another_device")
+def test_a_training_on_another_device_than_the_one_looked_after_is_told_of_once():
+    x = torch.ones(4, requires_grad=True)
+    with (
+        pytest.warns(RuntimeWarning, match='on cpu, and none on meta.*give device="cpu"') as told,
+        block(device="cpu") as run,
+    ):
+        for _ in range(3):
+            x.sin().sum().backward()
+    assert len(told) == len(run.report().warnings) == 1
+
+
+@pytest.mark.usefixtures("another_device")
+def test_an_error_before_backward_says_so_too():
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(torch.OutOfMemoryError) as caught, block(device="cpu"):
+        y = x.sin()
+        raise torch.OutOfMemoryError("no room")
+    assert ["on cpu, and none on meta" in note for note in caught.value.__notes__] == [True]
+    del y
+
+
+@pytest.mark.cuda
+def test_what_is_elsewhere_beside_is_nobody_s_mistake():
+    x, there = torch.ones(4, requires_grad=True, device="cuda"), torch.ones(4, requires_grad=True)
+    with block(activations="100%", device="cuda") as run:
+        for _ in range(2):
+            other = there.sin()
+            x.exp().sum().backward()
+            other.sum().backward()
+    assert run.report().warnings == ()
+    with pytest.raises(ValueError, match="of the program's") as caught, block(device="cuda"):
+        one, other = x.exp(), there.sin()
+        raise ValueError("of the program's")
+    assert not hasattr(caught.value, "__notes__")
+    del one, other

@@ -17,8 +17,8 @@ __all__ = ["Bandwidth", "Device", "HostBlock", "OpClock", "Ticket", "make_device
 
 
 def make_device(name: str | torch.device | None, host: HostConfig) -> Device:
-    """``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"chaos"`` or ``"chaos:SEED"``; None is the first card, or the CPU where
-    there is none.
+    """``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"chaos"`` or ``"chaos:SEED"``; None is the current card, or the CPU
+    where there is none.
 
     PolicyError when the name is unknown or the card is not there; SwapError when the spill directory cannot be used.
     """
