@@ -37,6 +37,7 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from None
 
 
+_DEVICE = "Where it trains: cpu, cuda, cuda:1. Else the card that torchrun gives it, the first one, or the CPU."
 _TRACE = "delta-trace.jsonl.gz"
 _TRACES = Annotated[list[str], typer.Argument(help="Traces of Delta, or logs of DTR.")]
 _POLICIES = Annotated[list[str], typer.Option("--policy", help="A shipped policy or a YAML file; may be repeated.")]
@@ -111,6 +112,7 @@ def run(
     script: Annotated[str, typer.Argument(help="A training script, run as `python script.py` would.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     policy: Annotated[str, typer.Option(help="A shipped policy or a YAML file.")] = "delta",
+    device: Annotated[str | None, typer.Option(help=_DEVICE)] = None,
     budget: Annotated[str | None, typer.Option(help="Device memory for the whole process: 8GiB, 60%.")] = None,
     activations: Annotated[str | None, typer.Option(help="Limit for saved activations: 2GiB, 40%.")] = None,
     timeline: Annotated[str | None, typer.Option(help="Write the timeline to this file.")] = None,
@@ -119,7 +121,9 @@ def run(
     """Run an unmodified script under eviction. Options of deltactl go before the script."""
     from delta.runtime.script import RunOptions, run_script
 
-    options = RunOptions(policy=policy, budget=budget, activations=activations, timeline=timeline, report=report)
+    options = RunOptions(
+        policy=policy, device=device, budget=budget, activations=activations, timeline=timeline, report=report
+    )
     run_script(script, arguments or [], options)
 
 
@@ -131,6 +135,7 @@ def trace(
     skip: Annotated[int, typer.Option(help="Steps to leave out first: the first ones run cold.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps to record: the second goes to NAME-2, and so on.")] = 1,
     policy: Annotated[str, typer.Option(help="A shipped policy or a YAML file.")] = "delta",
+    device: Annotated[str | None, typer.Option(help=_DEVICE)] = None,
     budget: Annotated[str | None, typer.Option(help="Device memory for the whole process: 8GiB, 60%.")] = None,
     activations: Annotated[str | None, typer.Option(help="Limit for saved activations: 2GiB, 40%.")] = None,
 ) -> None:
@@ -139,7 +144,7 @@ def trace(
     from delta.trace import Recording
 
     recording = Recording(Path(output), skip=skip, steps=steps)
-    options = RunOptions(policy=policy, budget=budget, activations=activations, trace=recording)
+    options = RunOptions(policy=policy, device=device, budget=budget, activations=activations, trace=recording)
     run_script(script, arguments or [], options)
 
 

@@ -148,7 +148,7 @@ class Hooks:
     def all_elsewhere(self) -> str | None:
         """What to tell the user if autograd has saved tensors, but none on the device that is looked after."""
         core = self._core
-        if self._elsewhere is None or core.engine.totals.steps or core.watch.count or core.slots:
+        if self._elsewhere is None or core.engine.totals.steps or core.watch.count or core.engine.learner.in_step:
             return None
         return (
             f"autograd saves its tensors on {self._elsewhere}, and none on {core.device.torch_device}, which Delta "

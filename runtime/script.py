@@ -4,6 +4,7 @@ Not covered: launching several processes. ``torchrun ... -m delta run script.py`
 """
 
 import json
+import os
 import runpy
 import sys
 import traceback
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 import delta
 from delta.errors import DeltaError, TraceError
@@ -26,6 +29,7 @@ class RunOptions:
     """
 
     policy: str = "delta"
+    device: str | None = None
     budget: str | None = None
     activations: str | None = None
     timeline: str | None = None
@@ -47,6 +51,7 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
         budget=options.budget,
         activations=options.activations,
         policy=options.policy,
+        device=options.device or _card_of_rank(),
         timeline=options.timeline,
         trace=options.trace,
     )
@@ -67,6 +72,12 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
         _publish(run.report(), options.report)
     if options.trace is not None:
         _sum_up(run.traces, options.trace)
+
+
+def _card_of_rank() -> str | None:
+    """The card that a process started by torchrun trains on, as a rule: it says so only after the block has begun."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return f"cuda:{rank}" if rank.isdecimal() and int(rank) < torch.cuda.device_count() else None
 
 
 @contextmanager

@@ -103,7 +103,7 @@ class Tracer(TorchDispatchMode):
         if facts.view:
             return func(*args, **kwargs)
         call = strip(without_statistics(args, facts.statistics_written(args)), kwargs)
-        step = self._current(begins=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors))
+        step = self._current(begins=torch.is_grad_enabled() and any(map(self._trained, call.tensors)))
         written = tensors_written(facts, (), args, kwargs)
         if step is None or self._after_backward(step, written):
             return func(*args, **kwargs)
@@ -117,6 +117,9 @@ class Tracer(TorchDispatchMode):
         again_ns = self._core.trials.again_ns(func, args, results) if replayable else None
         step.ran(facts.name, inputs, written, results, replayable, token, again_ns or 0)
         return result
+
+    def _trained(self, tensor: Tensor) -> bool:
+        return tensor.requires_grad and tensor.device == self._core.device.torch_device
 
     def _after_backward(self, step: TracedStep, written: Sequence[Tensor]) -> bool:
         """Whether an op is the optimizer's, or a metric's: what was saved for an output that is not used in the loss

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import delta
@@ -246,12 +247,34 @@ def test_run_looks_like_the_interpreter_to_the_script(runs: list[FakeRun], tmp_p
         "budget": "8GiB",
         "activations": None,
         "policy": "delta",
+        "device": None,
         "timeline": None,
         "trace": None,
     }
     assert not runs[0].open
     assert sys.argv is argv and sys.path is search
     assert "policy fake on cpu\n  steps               3\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "device"),
+    [((), "1", "cuda:1"), ((), "2", None), ((), None, None), (("--device", "cpu"), "1", "cpu")],
+)
+def test_run_trains_on_the_card_of_its_rank_unless_told_otherwise(
+    runs: list[FakeRun],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[str, ...],
+    rank: str | None,
+    device: str | None,
+) -> None:
+    """torchrun tells a script its rank; on which card it will train the script tells nobody before the block begins."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert deltactl("run", *given, script(tmp_path, "")).exit_code == 0
+    assert runs[0].arguments["device"] == device
 
 
 def test_run_writes_the_report(runs: list[FakeRun], tmp_path: Path) -> None:

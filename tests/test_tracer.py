@@ -28,6 +28,7 @@ import delta
 from delta.errors import TraceError
 from delta.runtime import recorder, rematerialise, tracer
 from delta.runtime.core import Core
+from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.hooks import Hooks
 from delta.runtime.opfacts import facts_of
 from delta.runtime.rawmem import as_bytes
@@ -398,6 +399,19 @@ def test_outputs_that_outlive_backward_do_not_join_two_steps(
 def test_nothing_is_on_the_stack_without_trace() -> None:
     with delta.evict() as run:
         assert loop(2) == [0, 0]
+    assert run.traces == ()
+
+
+@pytest.mark.filterwarnings("ignore:autograd saves:RuntimeWarning")
+def test_steps_on_another_device_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "torch_device", torch.device("meta"))
+    x = torch.randn(4, requires_grad=True)
+    with (
+        pytest.warns(RuntimeWarning, match="0 of 1 steps were recorded"),
+        delta.evict(trace=tmp_path / "t.jsonl", device="cpu") as run,
+    ):
+        for _ in range(2):
+            x.sin().sum().backward()
     assert run.traces == ()
 
 
