@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,11 +135,17 @@ def watched_weights() -> Iterator[None]:
         Hooks.pack = pack
 
 
+def groups_of(state: Any) -> Sequence[Any]:
+    """torch 2.11 has one at most."""
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+
+
 def gathered() -> set[int]:
     """The storages that FSDP2 has gathered the weights of the watched model into."""
     modules = [module for model in WATCHED for module in model.modules() if isinstance(module, FSDPModule)]
     states = [module._get_fsdp_state() for module in modules]
-    weights = [weight for state in states for group in state._fsdp_param_groups for weight in group.fsdp_params]
+    groups = [group for state in states for group in groups_of(state) if group is not None]
+    weights = [weight for group in groups for weight in group.fsdp_params]
     return {part.untyped_storage()._cdata for weight in weights for part in weight.all_gather_outputs}
 
 
