@@ -315,6 +315,20 @@ def test_where_nothing_is_refused_what_is_merely_reserved_goes_back(card: Simula
     device.close()
 
 
+def test_what_is_merely_reserved_goes_back_before_memory_is_refused(card: SimulatedCard) -> None:
+    """Else the next forward would begin with what backward and the optimizer have left."""
+    device = CudaDevice(card, HostConfig())
+    device.cap(200 * MIB)
+    for reserved_bytes, emptied in [(210 * MIB, 0), (211 * MIB, 1)]:
+        card.use, card.emptied = (100 * MIB, 100 * MIB, 400 * MIB, reserved_bytes), 0
+        device.enforce(True)
+        device.enforce(True)
+        assert card.emptied == emptied
+        device.enforce(False)
+        assert card.emptied == emptied
+    device.close()
+
+
 def test_trim_unpins_and_empties_the_cache(card: SimulatedCard, device: CudaDevice) -> None:
     out = device.copy_out(filled())
     device.wait(out)

@@ -161,17 +161,19 @@ class CudaCard:
 
     def expand_segments(self, on: bool) -> None:
         """What is set replaces all settings there were, and holds for every card (PyTorch's `AllocatorConfig`)."""
-        if torch.cuda.get_allocator_backend() != "native":
+        before = self._settings
+        if on is (before is not None) or torch.cuda.get_allocator_backend() != "native":
             return
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
-        if on and _EXPAND not in settings and monitor.maps_memory(self.torch_device.index):
-            self._settings = settings
-            torch._C._accelerator_setAllocatorSettings(_expanding(settings))
-        elif not on and self._settings is not None:
-            if settings == _expanding(self._settings):
-                for each in (f"{_EXPAND}:False", self._settings):  # nothing but this one keeps its value if not named
-                    torch._C._accelerator_setAllocatorSettings(each)
-            self._settings = None
+        now = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+        if before is None:
+            if _EXPAND not in now and monitor.maps_memory(self.torch_device.index):
+                self._settings = now
+                torch._C._accelerator_setAllocatorSettings(_expanding(now))
+            return
+        self._settings = None
+        if now == _expanding(before):
+            for settings in (f"{_EXPAND}:False", before):  # nothing but this one keeps its value if it is not named
+                torch._C._accelerator_setAllocatorSettings(settings)
 
     def slab_source(self) -> SlabSource:
         card = monitor.gpu(str(torch.cuda.get_device_properties(self.torch_device).uuid))
