@@ -430,16 +430,22 @@ def test_the_allocator_of_a_real_card_expands_segments_where_the_program_has_not
         assert allocator_settings() == before
         assert kept.eq(7).all()
     finally:
-        torch._C._accelerator_setAllocatorSettings("")
+        for each in ("expandable_segments:False", ""):
+            torch._C._accelerator_setAllocatorSettings(each)
 
 
 @pytest.mark.cuda
-def test_settings_that_the_program_makes_under_a_budget_stay() -> None:
+@pytest.mark.parametrize("expands", [None, True, False])
+def test_settings_that_the_program_makes_under_a_budget_stay(expands: bool | None) -> None:
+    """Expanding is no setting of its own unless it names it."""
     device = make_device("cuda", HostConfig())
     device.cap(2**30)
-    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:100")
+    named = "" if expands is None else f",expandable_segments:{expands}"
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:100" + named)
     device.close()
     try:
-        assert allocator_settings()["max_split_size"] == 100 * MIB
+        after = allocator_settings()
+        assert (after["max_split_size"], after["expandable_segments"]) == (100 * MIB, expands is True)
     finally:
-        torch._C._accelerator_setAllocatorSettings("")
+        for settings in ("expandable_segments:False", ""):
+            torch._C._accelerator_setAllocatorSettings(settings)

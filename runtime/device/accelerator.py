@@ -171,8 +171,9 @@ class CudaCard:
                 torch._C._accelerator_setAllocatorSettings(_expanding(now))
             return
         self._settings = None
-        if now == _expanding(before):
-            for settings in (f"{_EXPAND}:False", before):  # nothing but this one keeps its value if it is not named
+        after = before if now == _expanding(before) else now  # the program has made others since
+        if _EXPAND not in after:
+            for settings in (f"{_EXPAND}:False", after):  # nothing but this one keeps its value if it is not named
                 torch._C._accelerator_setAllocatorSettings(settings)
 
     def slab_source(self) -> SlabSource:
