@@ -405,13 +405,16 @@ def test_nothing_is_on_the_stack_without_trace() -> None:
 @pytest.mark.filterwarnings("ignore:autograd saves:RuntimeWarning")
 def test_steps_on_another_device_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "torch_device", torch.device("meta"))
-    x = torch.randn(4, requires_grad=True)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.warns(RuntimeWarning, match="0 of 1 steps were recorded"),
         delta.evict(trace=tmp_path / "t.jsonl", device="cpu") as run,
     ):
         for _ in range(2):
-            x.sin().sum().backward()
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     assert run.traces == ()
 
 
