@@ -124,6 +124,13 @@ class Learner:
         return 0
 
     @property
+    def refines(self) -> bool:
+        """Whether the step under way is recorded to time its ops once more, for a better plan."""
+        profile = self.current
+        known = profile is not None and not profile.idle and profile.refined < REFINEMENTS
+        return known and self.recorded and self.make_plan is not None
+
+    @property
     def all_idle(self) -> bool:
         """Whether every kind of step seen so far fitted."""
         return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)

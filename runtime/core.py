@@ -58,6 +58,7 @@ from delta.types import (
 )
 
 _NOTES = 16  # of small storages that are needed no more, until they are let go of
+_LONGEST_HOLD_NS = 1_000_000_000
 KEPT_BYTES = 4 * 2**20  # by the allocator, which are worth being asked for
 
 
@@ -108,6 +109,7 @@ class Core:
         self._excluded_ns = 0
         self._attached: list[int] = []  # saved in this step, and used by others than Delta when last looked at
         self._step_began_ns = 0
+        self._host_step_ns = 0  # from a step's first save to its last need, by the host's clock
         # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
         self._looks_at_ops = engine.budget.device_bytes is not None and device.hoards
         self._warned = 0
@@ -138,7 +140,8 @@ class Core:
     def __exit__(self, *exc: object) -> None:
         try:
             if self._depth == 1:
-                self._drain()
+                if self._inbox or self.closing:
+                    self._drain()
                 self.overhead_ns += time.perf_counter_ns() - self._entered_ns - self._excluded_ns
         finally:
             self._leave()
@@ -343,6 +346,8 @@ class Core:
             if engine.encodes:
                 self.encoder.offer(record, tensor)
         instructions = engine.saved(record, signature, now_ns, look)
+        if begins and self.clock.late and engine.learner.refines:
+            self.clock.hold_back(min(self._host_step_ns, _LONGEST_HOLD_NS))
         self._note_moment()
         self.run(instructions)
         self.emit("saved", record=record, nbytes=rec.nbytes)
@@ -378,7 +383,9 @@ class Core:
         self._look()
         self._note_loose()
         self.engine.still_used(self._attached)
-        needs = self.engine.need(handle, time.perf_counter_ns(), torch._C._current_graph_task_id() != -1)
+        now_ns = time.perf_counter_ns()
+        self._host_step_ns = now_ns - self._step_began_ns
+        needs = self.engine.need(handle, now_ns, torch._C._current_graph_task_id() != -1)
         self._note_moment()
         record = self.engine.ledger.resolve(handle)
         try:

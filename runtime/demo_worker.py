@@ -88,7 +88,7 @@ class Trainer:
         self._spec = spec
         if spec.budget is not None and spec.mode != "delta":
             _cap(spec.budget)
-        self._task = zoo.make(spec.model, spec.sizes, spec.seed)
+        self._task = zoo.make(spec.model, spec.sizes, spec.seed, spec.device)
         self._model = self._task.model.to(spec.device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4)
         self._around = ways.prepare(spec.mode, self._task, spec.activations)
@@ -222,6 +222,8 @@ def _make_deterministic(device: str) -> None:
     if device != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Else it means a kernel more for each tensor that is made empty, which nobody who trains would have.
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010, not typed
 
 
 def _cap(budget: str) -> None:

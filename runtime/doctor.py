@@ -152,7 +152,9 @@ def _missing() -> Iterator[Missing]:
         )
     if torch.version.cuda is not None and find_spec("cupy") is None:
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
-        yield Missing("CuPy", "pinned slabs and copies then go through torch", f"pip install 'delta-evict[{extra}]'")
+        yield Missing(
+            "CuPy", "nothing is pinned where the driver registers nothing", f"pip install 'delta-evict[{extra}]'"
+        )
     if find_spec("scipy") is None:
         yield Missing("SciPy", "monet, and better plans beside the training, need it", "pip install scipy")
     if find_spec("plotly") is None:

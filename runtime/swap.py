@@ -172,14 +172,20 @@ class Swap:
         self._core.run(self._core.engine.copied_in(record))
 
     def poll(self) -> None:
+        """Take in the transfers that have ended. A card may be dozens of them behind the host, which comes here at each
+        saved tensor: where they end in order, only the first of those under way is asked about.
+        """
+        device = self._core.device
         self._look_at_stalls()
         for record in list(self._going):
             slot = self._core.slots.get(record)
             if slot is None or slot.going is None:
                 continue
             try:
-                if self._core.device.ready(slot.going):
+                if device.ready(slot.going):
                     self._out_ended(record, None)
+                elif device.in_order:
+                    break
             except SwapError as error:
                 self._out_ended(record, type(error))
         for record in list(self._coming):
@@ -187,8 +193,10 @@ class Swap:
             if slot is None or slot.coming is None:
                 continue
             try:
-                if self._core.device.ready(slot.coming):
+                if device.ready(slot.coming):
                     self._back_ended(record)
+                elif device.in_order:
+                    break
             except SwapError:
                 if not self._core.engine.ledger[record].pins:  # else `await_back` is about to find it, and to ask again
                     self._back_failed(record)

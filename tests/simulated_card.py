@@ -108,6 +108,7 @@ class SimulatedCard:
     fraction: float = 1.0
     expands: bool = False
     emptied: int = 0
+    spun_ns: int = 0
     shared: list[str] = field(default_factory=list)
     slabs: int = 0
     use: tuple[int, ...] = (0, 0, 0)  # what the allocator says: bytes now, at most, ever; how often it had none
@@ -132,6 +133,9 @@ class SimulatedCard:
 
     def new_event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
+
+    def spin(self, ns: int) -> None:
+        self.spun_ns += ns
 
     def kernel(self, name: str, work: Callable[[], object]) -> None:
         """Put work into the current stream."""

@@ -142,6 +142,7 @@ def learned(device: str, policy: str) -> StepGraph:
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(5)]
     model, graphs = nn.Sequential(*parts).to(device), list[StepGraph]()
+    model(torch.randn(128, 64, device=device)).square().mean().backward()  # kernels are loaded when first needed
     chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
     with delta.evict(activations="300KiB", policy=chosen, device=device) as run:
         assert run._core is not None

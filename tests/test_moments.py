@@ -32,6 +32,9 @@ class Card:
     def stop(self, mark: int) -> int:
         return self.now_ns - mark
 
+    def hold_back(self, ns: int) -> None:
+        self.now_ns += ns
+
     def elapsed_ns(self, token: int) -> int | None:
         return None
 
@@ -169,6 +172,9 @@ class Slow:
     def stop(self, mark: int) -> int:
         return self.times * (time.perf_counter_ns() - mark)
 
+    def hold_back(self, ns: int) -> None:
+        """It is far behind as it is."""
+
     def elapsed_ns(self, token: int) -> None:
         return None
 
@@ -277,6 +283,9 @@ class Stalling:
 
     def stop(self, mark: None) -> Stall:
         return Stall()
+
+    def hold_back(self, ns: int) -> None:
+        """Nobody times it."""
 
     def elapsed_ns(self, token: Stall) -> int | None:
         token.asked += 1

@@ -81,6 +81,9 @@ class LateClock:
     def stop(self, mark: None) -> int:
         return 1000 * self.ops
 
+    def hold_back(self, ns: int) -> None:
+        """Nothing is ever early."""
+
     def elapsed_ns(self, token: int) -> None:
         return None
 

@@ -114,8 +114,10 @@ def test_both_calls_give_the_bits_of_the_one_and_the_second_reads_no_input(
     bias: bool,
     onednn: bool,
     device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-
+    # By default cuDNN may add up a gradient in any order, and does for some of these: two whole calls differ then, too.
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     torch.manual_seed(1)
     x = torch.randn(size, dtype=dtype, device=device).contiguous(memory_format=layout)
     w = torch.randn(weights, dtype=dtype, device=device).contiguous(memory_format=layout)

@@ -17,6 +17,7 @@ from delta.runtime.pinned import slab_source
 from delta.runtime.rawmem import as_bytes
 
 _EXPAND = "expandable_segments"
+_CYCLES_PER_NS = 1.5  # cards run at 1 to 2 GHz
 
 
 class Event(Protocol):
@@ -73,6 +74,10 @@ class Accelerator(Protocol):
         """Enqueue a copy. One side is pinned host memory."""
         ...
 
+    def spin(self, ns: int) -> None:
+        """Enqueue a kernel that takes about that long and does nothing."""
+        ...
+
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Memory that the current stream may use from now on."""
         ...
@@ -111,12 +116,18 @@ class CudaCard:
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         self._settings: str | None = None  # the allocator's, while others hold
+        self._streams: dict[int, Stream] = {}  # by handle
 
     def new_stream(self) -> Stream:
         return cast(Stream, torch.cuda.Stream(self.torch_device))
 
     def current_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.current_stream(self.torch_device))
+        """PyTorch makes a new object each time, which takes fifty times as long as the handle."""
+        handle = self.current_handle()
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = cast(Stream, torch.cuda.current_stream(self.torch_device))
+        return stream
 
     def current_handle(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self.torch_device.index))
@@ -127,6 +138,10 @@ class CudaCard:
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             to.copy_(source, non_blocking=True)
+
+    def spin(self, ns: int) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda._sleep(int(ns * _CYCLES_PER_NS))
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(nbytes, device=self.torch_device)

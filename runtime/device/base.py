@@ -99,6 +99,12 @@ class OpClock(Protocol):
 
     def stop(self, mark: Any) -> Any: ...
 
+    def hold_back(self, ns: int) -> None:
+        """Where the clock is late: have the device do nothing for that long before what it is given next. A host that
+        is slow to give it work, as one that records is, would otherwise be what is timed.
+        """
+        ...
+
     def elapsed_ns(self, token: Any) -> int | None:
         """Time between start and stop; None while the device has not got there yet."""
         ...
@@ -116,6 +122,8 @@ class Device(Protocol):
     torch_device: torch.device
     hoards: bool
     """Whether `used_bytes` counts memory that was freed but not given back, so that `trim` lowers it."""
+    in_order: bool
+    """Whether the transfers of one direction end in the order in which they were asked for."""
 
     def capacity_bytes(self) -> int:
         """What the device has in all."""

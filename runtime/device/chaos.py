@@ -49,6 +49,7 @@ class ChaosDevice:
 
     kind = "chaos"
     hoards = False
+    in_order = False
     torch_device = torch.device("cpu")
 
     def __init__(

@@ -39,6 +39,7 @@ class CpuDevice:
 
     kind = "cpu"
     hoards = True
+    in_order = False
     torch_device = torch.device("cpu")
 
     def __init__(self, host: HostConfig) -> None:

@@ -83,6 +83,7 @@ class CudaDevice:
         self._rates = Rates()
         self._listeners = Listeners()
         self._clock = EventClock(card)
+        self.in_order = host.spill_dir is None
         self._most_reserved_bytes: int | None = None
         self._enforced = self._closed = False
         self._last_use = card.memory_use()

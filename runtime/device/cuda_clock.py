@@ -31,6 +31,9 @@ class EventClock:
     def stop(self, mark: Event) -> Span:
         return Span(mark, self._recorded())
 
+    def hold_back(self, ns: int) -> None:
+        self._card.spin(ns)
+
     def elapsed_ns(self, token: Span) -> int | None:
         if token.start is None or token.end is None:
             return token.duration_ns

@@ -111,6 +111,9 @@ class WallClock:
     def stop(self, mark: int) -> int:
         return time.perf_counter_ns() - mark
 
+    def hold_back(self, ns: int) -> None:
+        """It cannot be ahead of the device."""
+
     def elapsed_ns(self, token: int) -> int | None:
         return token
 

@@ -109,8 +109,9 @@ def sizes(name: str, device: str, *, tiny: bool = False) -> dict[str, int]:
     return dict(chosen)
 
 
-def make(name: str, sizes: Sizes, seed: int) -> Task:
-    """The model with random weights, drawn after that seed, and its batches. DeltaError as `entry`, and for sizes that
-    make no model."""
+def make(name: str, sizes: Sizes, seed: int, device: str = "cpu") -> Task:
+    """The model with random weights, drawn after that seed on that device, and its batches. DeltaError as `entry`, and
+    for sizes that make no model."""
     torch.manual_seed(seed)
-    return entry(name).make(**sizes, seed=seed)
+    with torch.device(device):  # a large model's weights take a CPU half a minute
+        return entry(name).make(**sizes, seed=seed)
