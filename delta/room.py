@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from delta.budget import Budget
@@ -99,20 +99,26 @@ class Room:
         if order + 1 >= len(plan.saved_bytes):
             return self.make(0, now_ns)
         limit = self._limit(self._headroom.at_next_save_bytes if self._headroom is not None else None)
+        resident_bytes = self._ledger.resident_bytes
         awaits: list[AwaitOut] = []
         if limit is not None:
-            awaits, _ = self.await_out(self._ledger.resident_bytes + plan.saved_bytes[order + 1] - limit)
-        rise = plan.forward_bytes[order + 1] - plan.forward_bytes[order]
-        awaited = sum(self._ledger[instruction.record].nbytes for instruction in awaits)
-        return [*awaits, *self.make(max(0, rise) - awaited, now_ns)]
+            awaits, _ = self.await_out(resident_bytes + plan.saved_bytes[order + 1] - limit)
+        awaited = [self._ledger[instruction.record] for instruction in awaits]
+        freed_bytes = sum(rec.nbytes for rec in awaited if not self._floats(rec))
+        planned_bytes = plan.forward_bytes[order + 1]
+        rise = max(0, planned_bytes - plan.forward_bytes[order])
+        # The plan may count on the same copies: waiting for them does not bring less than it says.
+        coming_bytes = max(rise - freed_bytes, planned_bytes - resident_bytes)
+        return [*awaits, *self.make(coming_bytes, now_ns, beside=frozenset(rec.id for rec in awaited))]
 
-    def await_out(self, over_bytes: int) -> tuple[list[AwaitOut], int]:
+    def await_out(self, over_bytes: int, beside: Collection[int] = ()) -> tuple[list[AwaitOut], int]:
         """Wait for copies out until that much less is resident, by those alone that free their bytes at once; returns
-        what is over when all have."""
+        what is over when all have. Those `beside` are waited for already."""
         out: list[AwaitOut] = []
         if over_bytes <= 0 or not self._ledger.leaving_bytes:
             return out, over_bytes
-        leaving = [rec for rec in self._ledger.records.values() if rec.host is Host.LEAVING]
+        records = self._ledger.records.values()
+        leaving = [rec for rec in records if rec.host is Host.LEAVING and rec.id not in beside]
         # What the program still uses would stay when its copy is whole: wait for the others first.
         leaving.sort(key=lambda rec: rec.saved_at not in self._learner.log.loose_at)
         over_now_bytes = over_bytes
@@ -123,8 +129,11 @@ class Room:
                 out.append(AwaitOut(rec.id))
         return out, over_bytes
 
-    def make(self, extra_bytes: int, now_ns: int, guess: bool = False) -> list[Instruction]:
-        """Evict until `extra_bytes` more fit; with `guess` they may never come, and nobody is told."""
+    def make(
+        self, extra_bytes: int, now_ns: int, guess: bool = False, beside: Collection[int] = ()
+    ) -> list[Instruction]:
+        """Evict until `extra_bytes` more fit; with `guess` they may never come, and nobody is told. For the copies out
+        of the records `beside` somebody waits already."""
         limit = self.limit_bytes
         if limit is None or (self._layout is not None and self._layout.bounded):
             return []  # no limit, or who finds no place asks for one: `make_place`
@@ -139,7 +148,7 @@ class Room:
         out, over = self.following.in_turn(over, now_ns)
         if over + spare <= 0:
             return out
-        awaited, over = self.await_out(over + spare)
+        awaited, over = self.await_out(over + spare, beside)
         out += awaited
         if over > 0:
             out += self.evict(over, now_ns, extra_bytes, guess, spare)

@@ -58,7 +58,8 @@ from delta.types import (
 )
 
 _NOTES = 16  # of small storages that are needed no more, until they are let go of
-_LONGEST_HOLD_NS = 1_000_000_000
+_LOOSE = 8
+_LONGEST_HOLD_NS = 2_000_000_000
 KEPT_BYTES = 4 * 2**20  # by the allocator, which are worth being asked for
 
 
@@ -360,9 +361,16 @@ class Core:
             self.moments.saw(self.engine.learner.log)
 
     def _note_loose(self) -> None:
-        """Find the saved storages that the program itself, or backward, has let go of since this was last looked at."""
-        attached = []
-        for record in self._attached:
+        """Find the saved storages that the program itself, or backward, has let go of since this was last looked at.
+
+        Of many only some are looked at, the oldest and the newest, where nothing is learned from when that is: what is
+        found late is let go of for nothing at worst.
+        """
+        attached, looked_at = [], self._attached
+        if len(looked_at) > 2 * _LOOSE and not self.engine.learner.recorded:
+            attached = looked_at[_LOOSE:-_LOOSE]
+            looked_at = looked_at[:_LOOSE] + looked_at[-_LOOSE:]
+        for record in looked_at:
             slot = self.slots.get(record)
             storage = slot.alive() if slot is not None else None
             if slot is None or storage is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, cast
 
@@ -88,6 +88,13 @@ def devices() -> list[Any]:
     return ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
+@pytest.fixture
+def same_order() -> Iterator[None]:
+    """By default cuDNN may add up a gradient in any order, and does in some of the cases: two whole calls differ."""
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        yield
+
+
 def expected(dim: int, dtype: torch.dtype, dilation: list[int], transposed: bool, onednn: bool, device: str) -> bool:
     """Where the second call is known to do without the input's bytes."""
     if dim == 3 or device == "cuda":
@@ -114,10 +121,8 @@ def test_both_calls_give_the_bits_of_the_one_and_the_second_reads_no_input(
     bias: bool,
     onednn: bool,
     device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    same_order: None,
 ) -> None:
-    # By default cuDNN may add up a gradient in any order, and does for some of these: two whole calls differ then, too.
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     torch.manual_seed(1)
     x = torch.randn(size, dtype=dtype, device=device).contiguous(memory_format=layout)
     w = torch.randn(weights, dtype=dtype, device=device).contiguous(memory_format=layout)
