@@ -105,10 +105,10 @@ class Room:
             awaits, _ = self.await_out(resident_bytes + plan.saved_bytes[order + 1] - limit)
         awaited = [self._ledger[instruction.record] for instruction in awaits]
         freed_bytes = sum(rec.nbytes for rec in awaited if not self._floats(rec))
-        planned_bytes = plan.forward_bytes[order + 1]
-        rise = max(0, planned_bytes - plan.forward_bytes[order])
-        # The plan may count on the same copies: waiting for them does not bring less than it says.
-        coming_bytes = max(rise - freed_bytes, planned_bytes - resident_bytes)
+        rise = max(0, plan.forward_bytes[order + 1] - plan.forward_bytes[order])
+        # What is awaited may be what the plan counts on anyway: it brings no more than what lies over the plan now.
+        over_plan_bytes = max(0, resident_bytes - plan.forward_bytes[order])
+        coming_bytes = rise - min(freed_bytes, over_plan_bytes)
         return [*awaits, *self.make(coming_bytes, now_ns, beside=frozenset(rec.id for rec in awaited))]
 
     def await_out(self, over_bytes: int, beside: Collection[int] = ()) -> tuple[list[AwaitOut], int]:

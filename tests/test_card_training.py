@@ -133,7 +133,8 @@ def test_a_budget_of_a_real_card_is_kept_to_and_ends_no_training(policy: str, pa
     known = peaks[1:]  # the first step is not known before
     assert max(peak.allocated_bytes for peak in known) <= budget_bytes
     if maps_memory(torch.cuda.current_device()):
-        assert max(peak.reserved_bytes for peak in known) <= 1.05 * budget_bytes + _SEGMENT_BYTES
+        # The allocator has a pool for large requests and one for small ones, and grows either by a segment.
+        assert max(peak.reserved_bytes for peak in known) <= 1.05 * budget_bytes + 2 * _SEGMENT_BYTES
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 

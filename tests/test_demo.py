@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from io import StringIO
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 import delta
 from delta.errors import BudgetError, DeltaError, PolicyError
 from delta.report import Report
-from delta.runtime import demo, demo_measure, ways
+from delta.runtime import demo, demo_measure, demo_process, ways
 from delta.runtime.demo import DemoOptions, DemoResult, Side, run_demo
 from delta.runtime.demo_measure import ResidentPeak, SavedBytes, digest
 from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
@@ -86,6 +86,59 @@ def test_the_text_is_python() -> None:
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_a_weighed_sum_sees_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for the bytes of a tensor on a card."""
+    base = torch.randn(70)
+
+    def weighed(tensor: torch.Tensor) -> int:
+        return int(demo_measure._weighed(tensor))
+
+    whole = weighed(base)
+    for place in (0, 33, 69):
+        for bit in (0, 17, 31):
+            other = base.clone()
+            other.view(torch.int32)[place] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
+            assert weighed(other) != whole, (place, bit)
+    assert weighed(base.flip(0)) != whole == weighed(base.clone())
+    monkeypatch.setattr(demo_measure, "_WEIGHED", 16)
+    assert weighed(base) == whole, "in pieces"
+    assert [weighed(torch.ones(3, dtype=dtype)) != 0 for dtype in (torch.bool, torch.bfloat16, torch.int64)] == [
+        True
+    ] * 3
+
+
+@pytest.mark.cuda
+def test_digest_sees_every_bit_on_a_card() -> None:
+    base = torch.tensor([0.0, 1.0], device="cuda")
+    assert digest([base]) == digest([base.clone()])
+    assert digest([base]) != digest([torch.tensor([-0.0, 1.0], device="cuda")])
+    assert digest([base]) != digest([base[:, None]])
+
+
+def test_a_spare_process_does_its_imports_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one taken was started before it was asked for, but the first and those with other settings."""
+
+    class Started:
+        def __init__(self, settings: object) -> None:
+            self.settings, self.killed = settings, False
+            started.append(self)
+
+        def kill(self) -> None:
+            self.killed = True
+
+        def communicate(self) -> None:
+            pass
+
+    started: list[Started] = []
+    monkeypatch.setattr(demo_process, "_start", Started)
+    spare = demo_process._Spare()
+    assert [started.index(cast(Any, spare.take({"a": "1"}))) for _ in range(3)] == [0, 1, 2]
+    assert len(started) == 4
+    assert cast(Any, spare.take({"a": "2"})).settings == {"a": "2"}
+    spare.drop()
+    assert [one.killed for one in started] == [False, False, False, True, False, True]
 
 
 def test_digest_sees_every_bit() -> None:

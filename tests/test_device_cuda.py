@@ -338,6 +338,18 @@ def test_trim_unpins_and_empties_the_cache(card: SimulatedCard, device: CudaDevi
     assert (card.slabs, card.emptied) == (0, 1)
 
 
+def test_the_card_is_held_back_by_its_clock(card: SimulatedCard, device: CudaDevice) -> None:
+    device.clock().hold_back(5_000)
+    assert card.spun_ns == 5_000
+
+
+def test_copies_end_in_order_unless_some_go_to_the_file(card: SimulatedCard, spill_dir: Path) -> None:
+    for directory, in_order in ((None, True), (str(spill_dir), False)):
+        device = CudaDevice(card, HostConfig(limit=Bytes(MIB), spill_dir=directory))
+        assert device.in_order is in_order
+        device.close()
+
+
 def test_clock_events_are_used_again(card: SimulatedCard, device: CudaDevice) -> None:
     clock, made = device.clock(), []
     real = card.new_event

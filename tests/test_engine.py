@@ -242,6 +242,25 @@ def test_a_copy_out_of_what_the_program_still_uses_frees_nothing_now(loose, awai
     assert [i.record for i in toy.engine.allocating(100, 30) if isinstance(i, AwaitOut)] == awaited
 
 
+def test_copies_that_the_plan_counts_on_are_not_counted_twice():
+    """The limit has fallen to 250 since it was planned that 100 of 240 bytes have left when 140 more come. Waiting for
+    those 100 leaves 280: the other storage has to go too, and not the copy that is waited for once more."""
+    toy = Toy(1000, SWAP)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.op(2, 140, [1])
+    toy.save(1, 10)
+    toy.slow = True
+    toy._do(toy.engine.make_place(1, 15))
+    toy.save(2, 20)
+    toy.let_go(1, 2)
+    assert (toy.leaving, toy.engine.ledger.resident_bytes) == ([1], 240)
+    toy.engine.budget.activations = Bytes(250)
+    plan = Plan((), {}, (), (), (100, 140), (240, 280), 280, 0, 0, {}, {}, ())
+    told = toy.engine._room.make_for_next(plan, 0, 30)
+    assert told == [AwaitOut(1), SwapOut(2, wait=True)]
+
+
 def test_small_storages_are_never_evicted():
     toy = Toy(250, RECOMPUTE, filter={"min_bytes": 101})
     assert forward(toy, 3) == [[Hold(1)], [Hold(2)], [Hold(3)]]

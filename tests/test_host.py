@@ -138,11 +138,28 @@ def test_slabs_come_from_the_cards_node(monkeypatch: pytest.MonkeyPatch) -> None
     seen: list[set[int]] = []
     monkeypatch.setattr(pinned, "node_cpus", lambda node: frozenset({max(cpus)} if node == 1 else ()))
     monkeypatch.setattr(pinned, "_registered_slab", lambda nbytes: seen.append(os.sched_getaffinity(0)))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for node in (1, 0, None):
         pinned.slab_source(node)(4096)
     assert seen == [{max(cpus)}, cpus, cpus]
     assert os.sched_getaffinity(0) == cpus
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_where_nothing_can_be_registered_cupy_pins_if_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    def refused(nbytes: int) -> Slab:
+        raise RuntimeError("cudaHostRegister says error 801")
+
+    slab = Slab(torch.zeros(4096, dtype=torch.uint8), lambda: None)
+    monkeypatch.setattr(pinned, "_registered_slab", refused)
+    monkeypatch.setattr(pinned, "_cupy_slab", lambda nbytes: slab)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    if installed:
+        assert pinned.slab_source(None)(4096) is slab
+        return
+    with pytest.raises(RuntimeError, match="801"):
+        pinned.slab_source(None)(4096)
 
 
 @pytest.mark.cuda

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
 from delta.engine import Engine
+from delta.learner import REFINEMENTS
 from delta.planner.steplog import StepLog, StepTimes
 from delta.runtime import rematerialise
 from delta.runtime.core import Core
@@ -267,6 +268,30 @@ def test_a_clock_of_a_device_that_is_done_at_once_has_no_moments():
 
 
 @dataclass(eq=False)
+class Held(Slow):
+    """Says how long it was held back."""
+
+    def __init__(self, held_ns: list[int]) -> None:
+        self.held_ns = held_ns
+
+    def hold_back(self, ns: int) -> None:
+        self.held_ns.append(ns)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("policy", "times"), [("delta", REFINEMENTS), ("dtr", 0)])
+def test_the_device_is_held_back_where_ops_are_timed_once_more(monkeypatch, policy, times):
+    """The host is slow to give it work while it records, and the ops would seem to take as long. Policies that do not
+    plan record every step, and none is held back."""
+    held_ns: list[int] = []
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: Held(held_ns))
+    began_ns = time.perf_counter_ns()
+    with delta.evict(activations="50%", policy=delta.load_policy(policy, {"filter.min_bytes": 0}), device="cpu"):
+        train(CASES["gpt"], 6)
+    assert len(held_ns) == times
+    assert all(0 < ns < time.perf_counter_ns() - began_ns for ns in held_ns)
+
+
 class Stall:
     asked: int = 0
 

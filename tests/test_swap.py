@@ -1,0 +1,43 @@
+"""Transfers under way, and which of them are asked about."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from delta.runtime.core import Core
+from delta.runtime.swap import Swap
+
+
+@dataclass
+class Asked:
+    """A device whose transfers have ended as a test says; notes those it is asked about."""
+
+    in_order: bool
+    ended: set[int]
+    asked: list[int] = field(default_factory=list)
+
+    def ready(self, ticket: int) -> bool:
+        self.asked.append(ticket)
+        return ticket in self.ended
+
+
+@pytest.mark.parametrize(
+    ("in_order", "ended", "asked"),
+    [(True, {1, 2, 11}, [1, 2, 3, 11, 12]), (False, {1, 3, 12}, [1, 2, 3, 4, 11, 12]), (True, set(), [1, 11])],
+)
+def test_where_transfers_end_in_order_nobody_asks_about_those_behind_one_under_way(
+    monkeypatch: pytest.MonkeyPatch, in_order: bool, ended: set[int], asked: list[int]
+) -> None:
+    """Dozens may be under way, and it is asked at each saved tensor."""
+    device, found = Asked(in_order, ended), list[int]()
+    slots = {n: SimpleNamespace(going=n, coming=None) for n in (1, 2, 3, 4)}
+    slots |= {n: SimpleNamespace(going=None, coming=n) for n in (11, 12)}
+    swap = Swap(cast(Core, SimpleNamespace(device=device, slots=slots)))
+    swap._going, swap._coming = [1, 2, 3, 4], [11, 12]
+    for end in ("_out_ended", "_back_ended"):
+        monkeypatch.setattr(Swap, end, lambda _, record, *more: found.append(cast(Any, record)))
+    swap.poll()
+    assert device.asked == asked
+    assert set(found) == ended
