@@ -2,8 +2,6 @@
 
 A limit in bytes holds there, and the allocator may take more from the card; so a window is looked for that gives back
 enough bytes side by side, not one that a certain request fits into. Where blocks lie is asked anew for each eviction.
-
-Never run on a GPU so far.
 """
 
 from __future__ import annotations

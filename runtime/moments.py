@@ -4,8 +4,6 @@ The host enqueues work in a fraction of the time that the device takes for it, a
 would be next to no time between a save and the need, and no copy would ever seem hidden. So the device notes the
 moments in its own order, and they are asked for when a step is learned from. As in the host's times, what Delta adds to
 the step is left out: replays, encodings, and where compute stands still for a copy.
-
-Never run on a GPU so far.
 """
 
 from __future__ import annotations

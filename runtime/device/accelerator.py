@@ -1,7 +1,5 @@
 """The narrow seam between `delta.runtime.device.cuda` and the card: streams, events, memory. Tests put a simulated
 card behind it.
-
-Never run on a GPU so far.
 """
 
 from collections.abc import Iterable, Mapping

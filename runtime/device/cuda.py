@@ -1,5 +1,5 @@
 """A CUDA card as a device: one side stream for each direction, pinned slabs as its host tier, a spill file behind
-them if the policy names a directory. Its logic is tested against a simulated card; it has never run on a GPU.
+them if the policy names a directory. Its logic is tested against a simulated card.
 
 How memory stays valid without `record_stream` (which postpones reuse without bound): a flight keeps source and
 destination alive until the transfer's event has passed, or until the stream that they were allocated on waits for that

@@ -5,8 +5,6 @@ plain PyTorch lets a program rely on what autograd saves to live until backward:
 that was made on another. Delta lets go of it sooner, and copies, encodes and replays at moments that the program does
 not know of. So what Delta does comes after all that the streams have been given until then, and what it lets go of is
 not used again before all of them have got there.
-
-Never run on a GPU so far.
 """
 
 import torch
