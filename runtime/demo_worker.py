@@ -9,10 +9,11 @@
 
 A step with ``"count": true`` is slower, and answers with ``"counted_peak_bytes"``, too: the peak of saved activations
 on the device, counted here and not by Delta; null where they cannot be counted from outside. With ``"allocated": true``
-it answers with ``"allocated_peak_bytes"``: all that was allocated on a CPU, as the profiler saw it. A DeltaError is
-answered with ``{"error": "<text>"}``, memory that ran out with ``{"out_of_memory": "<text>"}``. Between lines the
-process sleeps in a read, so the sides can take turns on the same cores. Peaks of memory are those of the time before
-the first plain step beside.
+it answers with ``"allocated_peak_bytes"``: all that was allocated on a CPU, as the profiler saw it. On a card each step
+answers with ``"host_ns"``, too: how long the host took for forward and backward, the card's work not waited for. A
+DeltaError is answered with ``{"error": "<text>"}``, memory that ran out with ``{"out_of_memory": "<text>"}``. Between
+lines the process sleeps in a read, so the sides can take turns on the same cores. Peaks of memory are those of the time
+before the first plain step beside.
 """
 
 import json
@@ -112,6 +113,7 @@ class Trainer:
                 if context is not None:
                     stack.enter_context(context)
             loss = self._pass(batch)
+        host_ns = time.perf_counter_ns() - began_ns
         middle_ns = self._now_ns()
         gradients = gradient_digest(self._model)
         resumed_ns = self._now_ns()
@@ -124,6 +126,8 @@ class Trainer:
             "loss": float(loss.detach()).hex(),
             "gradients": gradients,
         }
+        if self._spec.device != "cpu":
+            answer["host_ns"] = host_ns
         if count:
             answer["counted_peak_bytes"] = None if counter is None else counter.peak_bytes
         if isinstance(counter, ResidentBytes):

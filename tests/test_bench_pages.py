@@ -37,6 +37,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> BenchResult:
     return measured_with_fakes()
 
 
+def test_what_the_host_takes_is_shown_where_somebody_measured_it(measured: BenchResult) -> None:
+    assert "launched" not in text(measured)
+    told = text(with_row(measured, "delta 40%", host_time_ns=211_000_000))
+    assert "launched: how long the host" in told and "211 ms" in told
+
+
 # --- goals ------------------------------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,7 @@ def _row(name: str, way: Trained, plain: Trained) -> Row:
         allocated_ratio=_over(allocated, _allocated(plain)),
         peak_reserved_bytes=way.end["peak_reserved_bytes"],
         host_bytes=way.end["host_peak_bytes"],
+        host_time_ns=int(median(step["host_ns"] for step in way.timed)) if "host_ns" in way.timed[0] else None,
         moved_bytes=_moved(name, report),
         recomputed_bytes=None if report is None else int(report["recomputed_bytes"]),
         reported_peak_bytes=None if report is None else int(report["peak_activation_bytes"]),
