@@ -340,7 +340,7 @@ class Core:
         if self._untimed:
             self._time_ops(wait=False)
         if not stays:
-            self._note_loose()
+            self._note_loose(few=not engine.learner.recorded)
         rec = engine.ledger[record]
         if rec.saved_at < 0 and not stays:
             self._attached.append(record)
@@ -360,14 +360,14 @@ class Core:
         if self.moments is not None and self.engine.learner.recorded:
             self.moments.saw(self.engine.learner.log)
 
-    def _note_loose(self) -> None:
+    def _note_loose(self, few: bool = False) -> None:
         """Find the saved storages that the program itself, or backward, has let go of since this was last looked at.
 
-        Of many only some are looked at, the oldest and the newest, where nothing is learned from when that is: what is
-        found late is let go of for nothing at worst.
+        ``few``: of many look at the oldest and the newest only, the others in turn. That is enough in forward of a step
+        that is not learned from: most are let go of soon, and what is found a little late is not missed.
         """
         attached, looked_at = [], self._attached
-        if len(looked_at) > 2 * _LOOSE and not self.engine.learner.recorded:
+        if few and len(looked_at) > 2 * _LOOSE:
             attached = looked_at[_LOOSE:-_LOOSE]
             looked_at = looked_at[:_LOOSE] + looked_at[-_LOOSE:]
         for record in looked_at:

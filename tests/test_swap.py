@@ -1,4 +1,4 @@
-"""Transfers under way, and which of them are asked about."""
+"""Transfers under way and storages in use, and which of them are asked about."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from delta.runtime import core
 from delta.runtime.core import Core
 from delta.runtime.swap import Swap
 
@@ -41,3 +42,21 @@ def test_where_transfers_end_in_order_nobody_asks_about_those_behind_one_under_w
     swap.poll()
     assert device.asked == asked
     assert set(found) == ended
+
+
+def test_of_many_storages_in_use_a_few_are_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest at once, and each of the others before long; all of them where it is not said that few will do."""
+    looked_at, loose = list[int](), list[int]()
+    slots = {n: SimpleNamespace(alive=lambda n=n: n, storage=n) for n in range(40)}
+    monkeypatch.setattr(core, "sole_owner", lambda storage: looked_at.append(storage) or storage in (20, 39))
+    told: Any = SimpleNamespace(_attached=list(range(40)), slots=slots, engine=SimpleNamespace(loose=loose.append))
+    Core._note_loose(told, few=True)
+    assert (len(looked_at), loose) == (16, [39])
+    for _ in range(4):
+        Core._note_loose(told, few=True)
+    assert loose == [39, 20]
+    assert set(looked_at) == set(range(40))
+    assert sorted(told._attached) == [n for n in range(40) if n not in (20, 39)]
+    looked_at.clear()
+    Core._note_loose(told)
+    assert len(looked_at) == 38
