@@ -104,9 +104,7 @@ def test_a_weighed_sum_sees_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert weighed(base.flip(0)) != whole == weighed(base.clone())
     monkeypatch.setattr(demo_measure, "_WEIGHED", 16)
     assert weighed(base) == whole, "in pieces"
-    assert [weighed(torch.ones(3, dtype=dtype)) != 0 for dtype in (torch.bool, torch.bfloat16, torch.int64)] == [
-        True
-    ] * 3
+    assert all(weighed(torch.ones(3, dtype=dtype)) for dtype in (torch.bool, torch.bfloat16, torch.int64))
 
 
 @pytest.mark.cuda

@@ -267,7 +267,6 @@ def test_a_clock_of_a_device_that_is_done_at_once_has_no_moments():
         assert run._core.engine.learner.device_times is None
 
 
-@dataclass(eq=False)
 class Held(Slow):
     """Says how long it was held back."""
 
@@ -292,6 +291,7 @@ def test_the_device_is_held_back_where_ops_are_timed_once_more(monkeypatch, poli
     assert all(0 < ns < time.perf_counter_ns() - began_ns for ns in held_ns)
 
 
+@dataclass(eq=False)
 class Stall:
     asked: int = 0
 
