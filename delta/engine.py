@@ -23,6 +23,7 @@ from delta.descent import Descent
 from delta.errors import BudgetError
 from delta.families import FamilyLearner
 from delta.headroom import HeadRoom
+from delta.keeping import Keeping, Kept
 from delta.layout import Layout
 from delta.learner import AIM, ANY_LOOK, NOTHING, Learner
 from delta.ledger import Ledger
@@ -94,8 +95,18 @@ class Engine:
             self.learner.heed_late = self.planning.heed_late
         self._headroom = HeadRoom(budget, self.ledger, self.learner) if budget.device_bytes is not None else None
         self._by_position = self._headroom if self.planning.by_position else None
+        self.keeping = Keeping(self.ledger, self.learner)
         self._room = Room(
-            policy, budget, self.ledger, self.queue, self.learner, self.totals, layout, announced, self._by_position
+            policy,
+            budget,
+            self.ledger,
+            self.queue,
+            self.learner,
+            self.totals,
+            self.keeping,
+            layout,
+            announced,
+            self._by_position,
         )
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
@@ -208,6 +219,7 @@ class Engine:
     def leave_routine(self) -> None:
         """A call was another than the routine expected."""
         self.learner.leave_routine()
+        self.keeping.end()
 
     def op_timed(self, op: int, cost_ns: int) -> None:
         """How long an op took, where the device tells it only later."""
@@ -235,10 +247,13 @@ class Engine:
             self.learner.begin(self._recording)
             self.learner.standing_bytes = self.ledger.resident_bytes if self.ledger.left_over else 0
         self.learner.packed(signature, now_ns - self._lost_ns, look)
+        if self.learner.routine is None:
+            self.keeping.end()
         if begins and self.learner.plan is not None:
             self.totals.planned(self.planning.made > plans_before, self._clock() - began_ns)
         first = rec.saved_at < 0
         alone = self.ledger.save(record, len(self._recall.by_order))
+        self.learner.placed(rec.saved_at)
         rec.stretch = self.step_ends.stretch
         self.ledger.use(record, now_ns)
         if not first:
@@ -275,6 +290,58 @@ class Engine:
             rec.encoding = None
             self.learner.not_encodable(rec.id)
         return out
+
+    def keep(self, key: int, signature: int, nbytes: int, new_id: Callable[[], int], now_ns: int) -> Kept | None:
+        """Autograd saves a tensor on a storage that has no record, known by `key`. None if more has to be done than to
+        count its bytes, or room be made: then that is what `saved` is for."""
+        order = self.learner.keeps(signature)
+        if order < 0:
+            return None
+        kept = self.keeping.storages.get(key)
+        if kept is not None:
+            if kept.order != order:
+                return None
+            self.keeping.again(kept, signature)
+            return kept
+        plan, by_order = self.learner.plan, self._recall.by_order
+        if plan is None or order != len(by_order) or not self._room.has_for(plan, order, nbytes):
+            return None
+        kept = Kept(key, new_id(), nbytes, order)
+        self.keeping.first(kept, signature, now_ns - self._lost_ns)
+        by_order.append(kept.record)
+        if self._headroom is not None:
+            self._headroom.saved()
+        return kept
+
+    def need_kept(self, kept: Kept, stretch: int, stays: bool, now_ns: int, in_backward: bool) -> bool:
+        """Somebody asks for a kept storage, which was saved in that stretch. Whether `prefetch` has something to do."""
+        if in_backward:
+            self.step_ends.need(stretch)
+        if stays:
+            self.learner.asked()
+            return False
+        self.learner.needed(kept.order, now_ns - self._lost_ns)
+        if self._headroom is not None:
+            self._headroom.needed()
+        plan, here = self.learner.plan, self.learner.position - 1
+        return self._recall.waiting or (plan is not None and (here in plan.prefetch or here in plan.evictions))
+
+    def unsaved_kept(self, kept: Kept, now_ns: int) -> list[Instruction]:
+        """A saved tensor on a kept storage died."""
+        self.keeping.released(kept)
+        return self._end_step(now_ns) if self.ledger.own_handles == 0 and self.learner.in_step else []
+
+    def list_kept(self, record: int, nbytes: int, order: int, stretch: int, now_ns: int) -> bool:
+        """A tensor that was only counted, on a storage of that save order, is looked after from here on. True if it is
+        the first one on its record: Delta holds the storage now."""
+        first = record not in self.ledger
+        if first:
+            self.ledger.create(record, nbytes, Kind.ACTIVATION, now_ns)
+        self.ledger.save(record, order)
+        if first:
+            self.ledger.hold(record)
+        self.ledger[record].stretch = stretch
+        return first
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""
@@ -631,6 +698,7 @@ class Engine:
 
     def _end_step(self, now_ns: int, whole: bool = True) -> list[Instruction]:
         """`whole`: it was one step, else it was found out too late that one had ended, and nothing can be learned."""
+        self.keeping.end()  # what is left over is of no step, and has to be told apart from what is
         ledger, mode = self.ledger, self.learner.mode
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
         self._tell_shortage(summary.peak_bytes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
-from delta.routine import Call, Routine, ways_of
+from delta.routine import Call, Routine, kept_of, ways_of
 from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
@@ -50,6 +50,7 @@ class Profile:
     planned_graph: StepGraph | None = None  # what the plan was made from
     calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
     ways: bytes | None = None  # how they are recorded from now on; None: all of them are
+    kept: tuple[int, ...] = ()  # by pack: the save order of what need only be counted then, or -1
     then: Profile | None = None  # the kind of step that came after the last one of this kind
     beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
     planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
@@ -163,6 +164,25 @@ class Learner:
             self._match()
             if self.routine is not None and self.current is not self._routine_of:
                 self.leave_routine()
+
+    def keeps(self, signature: int) -> int:
+        """The save order of the storage that the next tensor is saved on, if it is the one that the routine expects and
+        need only be counted; else -1."""
+        at, routine, profile = self.packs, self.routine, self.current
+        if not at or routine is None or profile is None or at >= len(routine.kept):
+            return -1
+        return routine.kept[at] if profile.signatures[at] == signature else -1
+
+    def kept(self, signature: int, order: int) -> None:
+        """That tensor was packed."""
+        self.log.signatures.append(signature)
+        self.log.orders.append(order)
+        self.packs += 1
+
+    def placed(self, order: int) -> None:
+        """The tensor packed last is on the storage of this save order."""
+        if not self.given_up:
+            self.log.orders.append(order)
 
     def called(self, call: object, made: bool) -> None:
         """An op of forward ran that `call` stands for; `made`: the last one told of by `op`."""
@@ -344,7 +364,10 @@ class Learner:
             return profile.ways
         if not self.selective or profile.refined < REFINEMENTS or tuple(self.log.calls) != profile.calls:
             return None
-        return ways_of(profile.calls, profile.graph, profile.plan) if profile.plan is not None else None
+        if profile.plan is None:
+            return None
+        profile.kept = kept_of(self.log, profile.graph, profile.plan)
+        return ways_of(profile.calls, profile.graph, profile.plan)
 
     def _expect(self, profile: Profile | None) -> None:
         """A step of this kind has ended: the next one will be of the kind that came after it the last time."""
@@ -354,7 +377,7 @@ class Learner:
         following = profile and (profile.then or profile)
         self._routine_of, self.routine = following, None
         if following is not None and following.ways is not None and not self.missed:
-            self.routine = Routine(following.calls, following.ways)
+            self.routine = Routine(following.calls, following.ways, following.kept)
 
     def steady_ways(self) -> bytes | None:
         """How the ops told of are recorded in a step like the last one, once such steps go as planned; None: all are in

@@ -37,6 +37,7 @@ class Ledger:
         self.left_over = 0  # of them, those on records that were saved in earlier steps only
         self.peak_resident_bytes = 0
         self.peak_unevicted_bytes = 0
+        self._counted_bytes = self._counted_handles = 0  # of storages that have no record: see `keeping.py`
         self._outputs_left: dict[int, int] = {}
         self._made_bytes: dict[int, int] = {}
         self._successors: dict[int, int] = {}
@@ -125,6 +126,26 @@ class Ledger:
         if rec.handles == 0 and rec.kind is not Kind.PARAMETER:
             self.unevicted_bytes -= rec.nbytes
         return rec.handles == 0
+
+    def count(self, nbytes: int) -> None:
+        """Autograd saved a tensor on a storage that gets no record and adds `nbytes`: 0 where it counts already."""
+        self.handles += 1
+        self._counted_handles += 1
+        self._counted_bytes += nbytes
+        self.resident_bytes += nbytes
+        self.unevicted_bytes += nbytes
+        self.note_peak()
+        self.peak_unevicted_bytes = max(self.peak_unevicted_bytes, self.unevicted_bytes)
+
+    def uncount(self, nbytes: int, handles: int = 1) -> None:
+        """Such a saved tensor has died, or several have; with the last one its storage's bytes go."""
+        if handles > self._counted_handles or nbytes > self._counted_bytes:
+            raise LedgerError(f"{handles} handles and {nbytes} bytes without a record are not counted")
+        self.handles -= handles
+        self._counted_handles -= handles
+        self._counted_bytes -= nbytes
+        self.resident_bytes -= nbytes
+        self.unevicted_bytes -= nbytes
 
     def supersede(self, old: int, new: int) -> None:
         """`old` was overwritten in place: its handles follow the bytes to the new version, as plain autograd's do."""
@@ -498,10 +519,11 @@ class Ledger:
         """Derive every total and link again and compare; `LedgerError` names the first difference."""
         records = self.records.values()
         totals = {
-            "resident_bytes": sum(r.resident_bytes for r in records),
-            "unevicted_bytes": sum(r.nbytes for r in records if r.handles and r.kind is not Kind.PARAMETER),
+            "resident_bytes": self._counted_bytes + sum(r.resident_bytes for r in records),
+            "unevicted_bytes": self._counted_bytes
+            + sum(r.nbytes for r in records if r.handles and r.kind is not Kind.PARAMETER),
             "leaving_bytes": sum(r.nbytes for r in records if r.host is Host.LEAVING),
-            "handles": sum(r.handles for r in records),
+            "handles": self._counted_handles + sum(r.handles for r in records),
             "left_over": sum(r.handles for r in records if r.saved_at < 0),
         }
         for name, value in totals.items():

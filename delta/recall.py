@@ -27,6 +27,11 @@ class Recall:
         self.by_order.clear()
         self._late.clear()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether copies back are still to begin."""
+        return bool(self._late)
+
     def bring(self, rec: Record, now_ns: int) -> list[Instruction]:
         """Make the record's bytes available without a replay, if that is possible."""
         if rec.held or rec.kind is Kind.PARAMETER:

@@ -15,6 +15,7 @@ from delta.costs import LinkQueue
 from delta.errors import BudgetError
 from delta.following import Following
 from delta.headroom import HeadRoom
+from delta.keeping import Keeping
 from delta.layout import Area, Layout, Place
 from delta.learner import Learner
 from delta.ledger import Ledger
@@ -36,6 +37,7 @@ class Room:
         queue: LinkQueue,
         learner: Learner,
         totals: Totals,
+        keeping: Keeping,
         layout: Layout | None = None,
         announced: bool = False,
         headroom: HeadRoom | None = None,
@@ -45,6 +47,7 @@ class Room:
         one on the device, and plans are made for positions."""
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
+        self._keeping = keeping
         self._announced = announced
         self._headroom = headroom
         self._layout = layout if policy.filter.choose == "window" else None
@@ -158,6 +161,7 @@ class Room:
         self, over_bytes: int, now_ns: int, coming_bytes: int = 0, guess: bool = False, spare_bytes: int = 0
     ) -> list[Instruction]:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free."""
+        self._keeping.end()  # what is only counted might go as well
         out: list[Instruction] = []
         room_bytes = coming_bytes + spare_bytes - over_bytes  # free by now, if what was to go has gone
         later_bytes = 0  # free when the program lets go of them too
@@ -177,6 +181,18 @@ class Room:
         if over_bytes > lenient_bytes:
             self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes)
         return out
+
+    def has_for(self, plan: Plan, order: int, nbytes: int) -> bool:
+        """Whether there is room for a save of `nbytes` and the next one: `make_for_next` would have nothing to do."""
+        coming_bytes = 0
+        if order + 1 < len(plan.saved_bytes):
+            rise_bytes = plan.forward_bytes[order + 1] - plan.forward_bytes[order]
+            coming_bytes = max(rise_bytes, plan.saved_bytes[order + 1])
+        limit = self.limit_bytes
+        if self._headroom is not None and limit is not None:
+            limit = min(limit, self._limit(self._headroom.at_next_save_bytes) or 0)
+        needed_bytes = self._ledger.resident_bytes + nbytes + coming_bytes + self._spare_bytes
+        return limit is None or needed_bytes <= limit
 
     def make_place(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """There is no room for `nbytes` in one piece: let go of the cheapest neighbours that make it, or, without

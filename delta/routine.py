@@ -7,11 +7,12 @@ takes. A call that is another than the one expected ends the routine: from there
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from delta.planner import Plan, StepGraph
-from delta.planner.steplog import Node
+from delta.planner.steplog import Node, StepLog
 from delta.types import Action
 
 Call = tuple[object, int]
@@ -29,11 +30,13 @@ class Way(IntEnum):
 class Routine:
     """The calls of a step, one after the other."""
 
-    __slots__ = ("_at", "_calls", "_ways")
+    __slots__ = ("_at", "_calls", "_ways", "kept")
 
-    def __init__(self, calls: Sequence[Call], ways: bytes) -> None:
+    def __init__(self, calls: Sequence[Call], ways: bytes, kept: Sequence[int] = ()) -> None:
+        """`kept`: by saved tensor, the save order of a storage that need only be counted; -1 where more is done."""
         self._calls, self._ways = [call for call, _ in calls], ways
         self._at = 0
+        self.kept = kept
 
     @property
     def begun(self) -> bool:
@@ -57,6 +60,27 @@ def ways_of(calls: Sequence[Call], graph: StepGraph, plan: Plan) -> bytes:
     read = {graph.nodes[node].op for op in replayed for node in graph.ops[op].inputs}
     ways = (Way.RECORD if op in replayed else Way.TRACK if op in read else Way.PASS for _, op in calls)
     return bytes(ways)
+
+
+def kept_of(log: StepLog, graph: StepGraph, plan: Plan) -> tuple[int, ...]:
+    """For each saved tensor of the step that `log` tells of: the save order of its storage if the plan keeps it and no
+    replay reads it, else -1.
+
+    Not where all saved tensors on a storage died and another came: who only counts them takes that for a new storage.
+    """
+    asked_for = {order for going in plan.evictions.values() for order, _ in going}
+    read = {node for op in _replayed(graph, plan) for node in graph.ops[op].inputs}
+    released = Counter(order for order, _ in log.releases)
+    kept = {
+        order
+        for order, action in enumerate(plan.actions)
+        if action is Action.KEEP
+        and order not in asked_for
+        and released[order] == 1
+        and graph.saved[order] not in read
+        and graph.nodes[graph.saved[order]].nbytes
+    }
+    return tuple(order if order in kept else -1 for order in log.orders)
 
 
 def _replayed(graph: StepGraph, plan: Plan) -> set[int]:

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
+from delta.keeping import Kept
 from delta.record import Host
 from delta.runtime.batch_norm import Trials
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
+from delta.runtime.kept import KeptTensors
 from delta.runtime.moments import Moments
 from delta.runtime.persistent import Persistent
 from delta.runtime.planning import PlanningAside
@@ -67,6 +69,21 @@ def _nothing() -> None:
     """Stands for the recorder's switch where no recorder is."""
 
 
+class _Briefly:
+    """Around an event that no instruction follows: notes that come in meanwhile wait for the next `entered`."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def __enter__(self) -> None:
+        self._core.enter_briefly()
+
+    def __exit__(self, *exc: object) -> None:
+        self._core.leave_briefly()
+
+
 class Core:
     """One session's mechanism. Use `entered()` around everything that reports events."""
 
@@ -80,6 +97,8 @@ class Core:
         if self.moments is not None:
             engine.learner.device_times = self.moments.so_far
         self.watch = Watch(self)
+        self.kept = KeptTensors(self)
+        engine.keeping.give_records = self.kept.give_records
         self.swap = Swap(self)
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)
@@ -100,9 +119,10 @@ class Core:
         self._ids = itertools.count()
         self._records: dict[int, int] = {}  # storage identity -> record
         self._untimed: deque[tuple[int, Any]] = deque()
-        self._inbox: deque[tuple[Literal["gone", "unsaved"], int]] = deque()
+        self._inbox: deque[tuple[Literal["gone", "unsaved"], int] | tuple[Literal["kept"], Kept]] = deque()
         self._lock = threading.RLock()
         self._depth = 0
+        self.briefly = _Briefly(self)
         self._collects = False
         self._draining = False
         self._owner = 0
@@ -155,6 +175,14 @@ class Core:
                 gc.enable()
         self._lock.release()
 
+    def enter_briefly(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def leave_briefly(self) -> None:
+        self._depth -= 1
+        self._lock.release()
+
     def inside(self) -> bool:
         """Whether the calling thread is in here: the ops it runs are Delta's own."""
         return self._owner == threading.get_ident()
@@ -163,8 +191,19 @@ class Core:
         """Called by a dying handle, from anywhere: never raises, never waits. Unless it is of use `soon` the engine
         hears of it with what comes next, or when the step may have ended by it."""
         self._inbox.append(("unsaved", record))
-        if not soon and len(self._inbox) < min(_NOTES, self.engine.ledger.own_handles) and not self.closing:
-            return
+        if soon or self._many_notes():
+            self._take_notes()
+
+    def kept_died(self, kept: Kept) -> None:
+        """Called by a dying saved tensor that was only counted, from anywhere. Its bytes go by themselves."""
+        self._inbox.append(("kept", kept))
+        if self._many_notes():
+            self._take_notes()
+
+    def _many_notes(self) -> bool:
+        return len(self._inbox) >= min(_NOTES, self.engine.ledger.own_handles) or self.closing
+
+    def _take_notes(self) -> None:
         if self._lock.acquire(blocking=False):
             try:
                 if self._depth == 0:
@@ -180,14 +219,17 @@ class Core:
             if self.swap.busy:
                 self.swap.poll()
             while self._inbox:
-                what, record = self._inbox.popleft()
-                if what == "gone":
-                    self.run(self.engine.storage_gone(record))
+                note = self._inbox.popleft()
+                if note[0] == "gone":
+                    self.run(self.engine.storage_gone(note[1]))
+                    continue
+                if self._untimed:
+                    self._time_ops(wait=self.engine.ledger.own_handles == 1)  # the step is about to be learned from
+                if note[0] == "kept":
+                    self.run(self.engine.unsaved_kept(note[1], time.perf_counter_ns()))
                 else:
-                    if self._untimed:
-                        self._time_ops(wait=self.engine.ledger.own_handles == 1)  # the step is about to be learned from
-                    self.run(self.engine.unsaved(record, time.perf_counter_ns()))
-                    self._step_ended()
+                    self.run(self.engine.unsaved(note[1], time.perf_counter_ns()))
+                self._step_ended()
         finally:
             self._draining = False
         if self.closing and self.engine.ledger.handles == 0:
@@ -195,8 +237,16 @@ class Core:
 
     # -- records --------------------------------------------------------------------------------------------------
     def known(self, tensor: Tensor) -> int | None:
-        """The record of a tensor's storage, if there is one."""
-        return self._records.get(tensor.untyped_storage()._cdata)
+        """The record of a tensor's storage, if there is one. One that is only counted gets its record by being asked
+        for."""
+        key = tensor.untyped_storage()._cdata
+        if key in self.engine.keeping.storages:
+            self.engine.keeping.end()
+        return self._records.get(key)
+
+    def has_record(self, key: int) -> bool:
+        """Whether the storage with that identity has a record now."""
+        return key in self._records
 
     def record_of(self, tensor: Tensor) -> int | None:
         """The record of an op's input; one seen for the first time is a source or a parameter.
@@ -322,6 +372,26 @@ class Core:
             self._step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
+    @property
+    def keeps(self) -> bool:
+        """Whether the step goes as planned, so that some saved tensors need only be counted. While steps are traced,
+        every one is looked after."""
+        return self.may_watch and self.engine.learner.routine is not None
+
+    def look_closely(self) -> None:
+        """Tell the engine what is in use where only levels are seen, so that a peak shows."""
+        if self._looks_at_ops:
+            self._look()
+
+    def go_on(self) -> None:
+        """A need was served: what the plan puts after it."""
+        self.run(self.engine.prefetch(time.perf_counter_ns()))
+        self._look(own=True)
+
+    def attached(self, record: int) -> None:
+        """Others than Delta may use the storage of a saved record."""
+        self._attached.append(record)
+
     def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool) -> int:
         """Autograd saved a tensor; returns its record. `stays`: it is too small to be evicted, and when the program
         lets go of it is of no interest."""
@@ -409,8 +479,7 @@ class Core:
             self.run(self.engine.served(handle))
             if record not in self._attached:
                 self._attached.append(record)
-            self.run(self.engine.prefetch(time.perf_counter_ns()))
-            self._look(own=True)
+            self.go_on()
 
     def fetch_small(self, handle: int) -> torch.UntypedStorage:
         """The storage of a handle that stays."""
@@ -589,6 +658,7 @@ class Core:
             )
         finished.clear()
         self._attached.clear()
+        self.kept.step_ended()
         self.timeline.flush()
 
     def sample(self) -> None:

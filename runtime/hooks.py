@@ -1,7 +1,8 @@
 """What autograd gets in place of a saved tensor.
 
-`pack` gives back a `Handle`, which knows the record and how the tensor looks at it; a `Watched`, which is the tensor
-itself in a step that fits; or a `Passed`, the tensor itself where Delta leaves it alone. With hooks installed
+`pack` gives back a `Handle`, which knows the record and how the tensor looks at it; a `Watched` or `KeptTensor`, which
+is the tensor itself in a step that fits, and in a planned one that keeps it; or a `Passed`, the tensor itself where
+Delta leaves it alone. With hooks installed
 autograd no longer checks for changes in place; all keep the version the tensor was saved at and raise autograd's own
 complaint (rule 3). A handle keeps the tensor's version counter without its bytes, and what it unpacks counts on it: a
 backward that writes into what it saved is noticed by the next one that reads it.
@@ -16,17 +17,16 @@ from torch import Tensor
 
 from delta.errors import DeltaError, StorageModifiedError
 from delta.learner import ANY_LOOK
+from delta.runtime.handle import LET_GO, Handle, handle_of
+from delta.runtime.kept import KeptTensor, signature_of
 from delta.runtime.split import may_split, split
-from delta.runtime.versions import counter_of, over, without_graph
-from delta.runtime.view import View, is_plain
+from delta.runtime.versions import over, without_graph
+from delta.runtime.view import is_plain
 from delta.runtime.watch import Watched
 from delta.types import Look
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
-
-
-_DONE = -1  # in place of the record, in a handle that was let go of before its death
 
 
 class Passed:
@@ -39,30 +39,6 @@ class Passed:
         self.version = -1 if tensor.is_inference() else tensor._version
 
 
-class Handle:
-    """A saved tensor whose bytes Delta looks after. Its death tells the core that backward is done with it."""
-
-    __slots__ = ("__weakref__", "core", "counter", "record", "stays", "version", "view")
-
-    def __init__(self, core: Core, record: int, view: View, counter: Tensor, version: int, stays: bool) -> None:
-        self.core = core
-        self.record = record
-        self.view = view
-        self.counter = counter
-        self.version = version
-        self.stays = stays  # too small to be evicted
-
-    def done(self) -> None:
-        """Backward is done with it, though it still lives, and what that lets go of has gone. Nobody may ask again."""
-        record, self.record = self.record, _DONE
-        with self.core.entered():
-            self.core.handle_died(record)
-
-    def __del__(self) -> None:
-        if self.record != _DONE:
-            self.core.handle_died(self.record, soon=not self.stays)
-
-
 class Hooks:
     """The pair of functions for `torch.autograd.graph.saved_tensors_hooks`."""
 
@@ -70,7 +46,7 @@ class Hooks:
         self._core = core
         self._elsewhere: torch.device | None = None  # where a tensor was saved that is not looked after
 
-    def pack(self, tensor: Tensor) -> Handle | Watched | Passed:
+    def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | Passed:
         core = self._core
         if not self._wanted(tensor):
             return Passed(tensor)
@@ -84,6 +60,8 @@ class Hooks:
                 self._take_over()
                 core.raise_warnings()
             return watched
+        if core.keeps and (kept := core.kept.pack(tensor)) is not None:
+            return kept
         handle = self._handle(tensor, tensor._version)
         core.at_pack()
         core.raise_warnings()
@@ -91,14 +69,13 @@ class Hooks:
 
     def _handle(self, tensor: Tensor, version: int) -> Handle:
         core = self._core
-        view = View.of(tensor)
         nbytes = tensor.untyped_storage().nbytes()
-        signature = hash((view.size, view.stride, view.dtype, nbytes))
+        signature = signature_of(tensor, nbytes)
         stays = core.engine.stays(nbytes)
-        look = Look(hash((len(view.size), view.dtype)), view.size) if core.engine.looks else ANY_LOOK
+        look = Look(hash((tensor.dim(), tensor.dtype)), tuple(tensor.shape)) if core.engine.looks else ANY_LOOK
         with core.entered():
             record = core.saved(tensor, signature, look, stays)
-        return Handle(core, record, view, counter_of(tensor), version, stays)
+        return handle_of(core, record, tensor, version, stays)
 
     def _take_over(self) -> None:
         """What was only watched so far does not fit: look after it from here on."""
@@ -109,7 +86,7 @@ class Hooks:
             del tensor
         self._core.at_pack()
 
-    def unpack(self, packed: Handle | Watched | Passed) -> Tensor:
+    def unpack(self, packed: Handle | Watched | KeptTensor | Passed) -> Tensor:
         if type(packed) is Passed:
             if self._elsewhere is not None:
                 if self.all_elsewhere is not None:
@@ -123,13 +100,13 @@ class Hooks:
                 packed.watch.need(packed)
                 return _unchanged(packed.tensor, packed.version)
             packed = packed.taken
+        if type(packed) is KeptTensor:
+            if packed.taken is None:
+                return self._kept(packed)
+            packed = packed.taken
         assert type(packed) is Handle
-        if packed.record == _DONE:
-            raise DeltaError(
-                f"a saved tensor of {list(packed.view.size)} was let go of within the backward of its convolution, and "
-                "is asked for again: that backward failed, or a hook of its node asks. Run forward again, or set "
-                "backward.split_convolutions to false in the policy."
-            )
+        if packed.is_done:
+            raise DeltaError(LET_GO)
         if packed.counter._version != packed.version:
             raise _modified(packed.view.dtype, packed.view.size, packed.counter._version, packed.version)
         core = packed.core
@@ -139,10 +116,16 @@ class Hooks:
         with core.entered():
             found = core.fetch(packed.record, packed.view)
         core.raise_warnings()
-        tensor = over(packed.counter, found)
-        if core.engine.policy.splits(tensor.untyped_storage().nbytes()) and may_split():
-            split(packed, tensor)
-        return tensor
+        return _for_its_node(packed, over(packed.counter, found))
+
+    def _kept(self, packed: KeptTensor) -> Tensor:
+        tensor = packed.tensor
+        if tensor is None:
+            raise DeltaError(LET_GO)
+        _unchanged(tensor, packed.version)
+        packed.core.at_unpack()
+        packed.core.kept.need(packed)
+        return tensor if packed.stays else _for_its_node(packed, tensor)
 
     @property
     def all_elsewhere(self) -> str | None:
@@ -165,6 +148,13 @@ class Hooks:
         if tensor.dtype is torch.bool and tensor.numel() == 1:
             return False
         return not self._core.persistent.holds(tensor, saved=True)
+
+
+def _for_its_node(packed: Handle | KeptTensor, tensor: Tensor) -> Tensor:
+    """The value, for which the node's call may be split."""
+    if packed.core.engine.policy.splits(tensor.untyped_storage().nbytes()) and may_split():
+        split(packed, tensor)
+    return tensor
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:

@@ -24,7 +24,8 @@ from delta.runtime.asker import asks_alone
 from delta.runtime.rawmem import sole_owner
 
 if TYPE_CHECKING:
-    from delta.runtime.hooks import Handle
+    from delta.runtime.handle import Handle
+    from delta.runtime.kept import KeptTensor
 
 _NODE = "ConvolutionBackward0"
 _OP = torch.ops.aten.convolution_backward.default
@@ -52,7 +53,7 @@ def may_split() -> bool:
     return asks_alone(_NODE) and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def split(handle: Handle, given: Tensor) -> None:
+def split(handle: Handle | KeptTensor, given: Tensor) -> None:
     """To be called last before `given`, the value of `handle`, goes to the node: the node's call will be split."""
     torch._C._push_on_torch_dispatch_stack(_Split(handle, given.untyped_storage()._cdata))
 
@@ -62,7 +63,7 @@ class _Split(TorchDispatchMode):
     empty and the dispatcher takes it not to be, and no op can run: a handle must not die then.
     """
 
-    def __init__(self, handle: Handle, key: int) -> None:
+    def __init__(self, handle: Handle | KeptTensor, key: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handle = weakref.ref(handle)  # its node has it until the gradients have been computed
         self._key = key

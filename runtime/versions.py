@@ -6,10 +6,13 @@ bytes can be put under it.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
 from torch import Tensor
+
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView  # where aliases get the counter of their base
 
 
 def counter_of(tensor: Tensor) -> Tensor:
@@ -23,6 +26,12 @@ def over(counter: Tensor, data: Tensor) -> Tensor:
         alias = counter.detach()
         alias.data = data
     return alias
+
+
+def within_op() -> AbstractContextManager[None]:
+    """While an op is being dispatched, what is detached counts for itself; in here it shares its counter as ever."""
+    guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(_VIEWS, False)
+    return guard
 
 
 def without_graph(tensor: Tensor) -> Tensor:

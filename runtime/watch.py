@@ -19,7 +19,7 @@ from delta.runtime.versions import without_graph
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
-    from delta.runtime.hooks import Handle
+    from delta.runtime.handle import Handle
 
 
 class Watched:

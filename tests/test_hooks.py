@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import delta
 from delta.engine import Engine
 from delta.runtime.device.cpu import CpuDevice
-from delta.runtime.hooks import Handle, Hooks, Passed
+from delta.runtime.handle import Handle
+from delta.runtime.hooks import Hooks, Passed
 from delta.runtime.watch import Watched
 
 pytestmark = [pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"), pytest.mark.usefixtures("one_thread")]

@@ -1,0 +1,80 @@
+"""What a step that goes as planned keeps anyway, and no replay reads: its bytes are counted, and nothing else is done.
+
+Most saved tensors of a plan stay where they are. While a step follows its routine (`routine.py`) a storage of those has
+no record in the ledger, only a number in the order of the saves, its size, and how many saved tensors are on it. The
+runtime may find at any time that more has to be known: the step goes otherwise than planned, something has to be
+evicted that the plan had not named, an op writes into such a storage or is recorded as reading it. Then all of them get
+their records, as if they had been looked after from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from delta.learner import Learner
+from delta.ledger import Ledger
+from delta.types import Kind
+
+
+class Kept:
+    """A storage that is counted, and how many live saved tensors are on it."""
+
+    __slots__ = ("key", "listed", "nbytes", "order", "record", "users")
+
+    def __init__(self, key: int, record: int, nbytes: int, order: int) -> None:
+        self.key = key  # what the runtime knows the storage by
+        self.record = record  # its number in the ledger, as soon as it is listed there
+        self.nbytes = nbytes
+        self.order = order
+        self.users = 0
+        self.listed = False  # it has got its record: `users` is of the past
+
+
+def _nobody() -> None:
+    """Stands for who gives records where nothing is ever kept so."""
+
+
+class Keeping:
+    """The kept storages of the step under way."""
+
+    def __init__(self, ledger: Ledger, learner: Learner) -> None:
+        self._ledger, self._learner = ledger, learner
+        self.storages: dict[int, Kept] = {}
+        self.give_records: Callable[[], None] = _nobody
+        """The runtime's: calls `list_all` and tells the ledger of each saved tensor."""
+
+    def end(self) -> None:
+        """From here on more than bytes may be asked for."""
+        if self.storages:
+            self.give_records()
+
+    def again(self, kept: Kept, signature: int) -> None:
+        """One more tensor is saved on a kept storage."""
+        kept.users += 1
+        self._ledger.count(0)
+        self._learner.kept(signature, kept.order)
+
+    def first(self, kept: Kept, signature: int, now_ns: int) -> None:
+        """A storage is saved for the first time."""
+        kept.users = 1
+        self.storages[kept.key] = kept
+        self._ledger.count(kept.nbytes)
+        self._learner.kept(signature, kept.order)
+        self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
+
+    def released(self, kept: Kept) -> None:
+        """One of the saved tensors on it died."""
+        if kept.listed:
+            return
+        kept.users -= 1
+        self._ledger.uncount(0 if kept.users else kept.nbytes)
+        if not kept.users:
+            del self.storages[kept.key]
+            self._learner.released(kept.order)
+
+    def list_all(self) -> None:
+        """None of them is only counted any more: whoever calls gives each live saved tensor its record."""
+        for kept in self.storages.values():
+            kept.listed = True
+            self._ledger.uncount(kept.nbytes, kept.users)
+        self.storages.clear()

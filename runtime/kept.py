@@ -1,0 +1,121 @@
+"""Saved tensors that a plan keeps and no replay reads: in a step that goes as planned they are themselves.
+
+Nothing is looked up, held or brought back for them; only their bytes are counted (`delta/keeping.py`). When more has to
+be known of them, each becomes a `Handle` on a record of its own.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from delta.keeping import Kept
+from delta.runtime.handle import Handle, handle_of
+from delta.runtime.slots import Slot
+from delta.runtime.versions import within_op, without_graph
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+
+class KeptTensor:
+    """A saved tensor that is only counted, until `taken` says that the core looks after it."""
+
+    __slots__ = ("__weakref__", "core", "kept", "stays", "stretch", "taken", "tensor", "version")
+
+    def __init__(self, core: Core, kept: Kept, tensor: Tensor, stretch: int, stays: bool) -> None:
+        self.core = core
+        self.kept: Kept | None = kept
+        self.tensor: Tensor | None = without_graph(tensor)
+        self.version = tensor._version
+        self.stretch = stretch
+        self.stays = stays  # too small to be evicted
+        self.taken: Handle | None = None
+
+    def done(self) -> None:
+        """Backward is done with it, though it still lives, and what that lets go of has gone. Nobody may ask again."""
+        kept, self.kept, self.tensor = self.kept, None, None
+        assert kept is not None
+        with self.core.entered():
+            self.core.kept_died(kept)
+
+    def __del__(self) -> None:
+        if self.taken is None and self.kept is not None:
+            self.core.kept_died(self.kept)
+
+
+class KeptTensors:
+    """Those of the step under way."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._engine = core.engine
+        self._tensors: list[weakref.ref[KeptTensor]] = []
+
+    def pack(self, tensor: Tensor) -> KeptTensor | None:
+        """What autograd gets in place of a tensor that need only be counted; None if that is not enough."""
+        core, engine = self._core, self._engine
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if core.has_record(key):
+            return None
+        signature = signature_of(tensor, nbytes)
+        with core.briefly:
+            core.device.computes()
+            core.look_closely()
+            kept = engine.keep(key, signature, nbytes, core.next_id, time.perf_counter_ns())
+            if kept is None:
+                return None
+            packed = KeptTensor(core, kept, tensor, engine.step_ends.stretch, engine.stays(nbytes))
+            self._tensors.append(weakref.ref(packed))
+        core.emit("saved", record=kept.record, nbytes=nbytes)
+        return packed
+
+    def need(self, packed: KeptTensor) -> None:
+        """Somebody asks for one."""
+        core, kept = self._core, packed.kept
+        assert kept is not None
+        in_backward = torch._C._current_graph_task_id() != -1
+        with core.briefly:
+            core.look_closely()
+            now_ns = time.perf_counter_ns()
+            more = self._engine.need_kept(kept, packed.stretch, packed.stays, now_ns, in_backward)
+        if more:
+            with core.entered():
+                core.go_on()
+
+    def give_records(self) -> None:
+        """Each that lives gets its record, as if it had been looked after from the start."""
+        tensors, self._tensors = self._tensors, []
+        self._engine.keeping.list_all()
+        for ref in tensors:
+            packed = ref()
+            if packed is not None and packed.kept is not None:
+                with within_op():
+                    self._take(packed, packed.kept)
+
+    def _take(self, packed: KeptTensor, kept: Kept) -> None:
+        core, tensor = self._core, packed.tensor
+        assert tensor is not None
+        storage = tensor.untyped_storage()
+        now_ns = time.perf_counter_ns()
+        if self._engine.list_kept(kept.record, kept.nbytes, kept.order, packed.stretch, now_ns):
+            core.slots[kept.record] = slot = Slot(core.track(storage, kept.record))
+            slot.storage = storage
+            if not packed.stays:
+                core.attached(kept.record)
+        packed.taken = handle_of(core, kept.record, tensor, packed.version, packed.stays)
+        packed.tensor = None
+
+    def step_ended(self) -> None:
+        """None of them is left."""
+        self._tensors.clear()
+
+
+def signature_of(tensor: Tensor, nbytes: int) -> int:
+    """What steps are told apart by, of a saved tensor on a storage of `nbytes`."""
+    return hash((tensor.shape, tensor.stride(), tensor.dtype, nbytes))
