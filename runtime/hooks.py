@@ -60,10 +60,11 @@ class Hooks:
                 self._take_over()
                 core.raise_warnings()
             return watched
-        if core.keeps and (kept := core.kept.pack(tensor)) is not None:
+        if (keeps := core.keeps) and (kept := core.kept.pack(tensor)) is not None:
             return kept
         handle = self._handle(tensor, tensor._version)
-        core.at_pack()
+        if not keeps or not core.keeps:  # else the recorder is on, and wanted
+            core.at_pack()
         core.raise_warnings()
         return handle
 

@@ -98,8 +98,10 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
+        written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
+        if not keep_track and not any(core.minds(tensor) for tensor in written):
+            return self._pass(func, args, kwargs)
         with core.entered():
-            written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
             preserved = core.writes.begin(written)
             began_ns = time.perf_counter_ns()
             result = core.rescued(func, args, kwargs)

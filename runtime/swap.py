@@ -48,7 +48,8 @@ class Swap:
         slot = self._core.slots[record]
         assert slot.storage is not None
         try:
-            slot.going = self._core.device.copy_out(slot.storage)
+            with torch._C._DisableTorchDispatch():  # a copy is many small steps, and in forward each would pass a mode
+                slot.going = self._core.device.copy_out(slot.storage)
         except HostFullError:
             self._core.run(self._core.engine.copy_out_failed(record, host_full=True))
             return
@@ -93,7 +94,8 @@ class Swap:
         slot = self._core.slots[record]
         assert slot.block is not None
         try:
-            slot.coming = self._core.device.copy_in(slot.block)
+            with torch._C._DisableTorchDispatch():
+                slot.coming = self._core.device.copy_in(slot.block)
         except (SwapError, torch.OutOfMemoryError):
             self._core.engine.copy_in_failed(record)
             raise
