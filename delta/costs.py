@@ -226,11 +226,11 @@ class LinkQueue:
         `room_by_ns`: when the room is needed; `next_use_ns`: when the value is. `whole`: the host has a copy already,
         so nothing is to be copied out.
         """
-        busy_ns = self.link.in_ns(nbytes)
+        busy_ns, copies = self.link.in_ns(nbytes), 1
         out_wait_ns, ready_ns = 0, now_ns
         if not whole:
-            busy_ns += self.link.out_ns(nbytes)
+            busy_ns, copies = busy_ns + self.link.out_ns(nbytes), 2
             ready_ns = max(now_ns, self.out_free_ns) + self.link.out_ns(nbytes)
             out_wait_ns = max(0, ready_ns - room_by_ns)
         back_ns = max(ready_ns, self.in_free_ns) + self.link.in_ns(nbytes)
-        return out_wait_ns + max(0, back_ns - next_use_ns) + int(busy_ns * self.link.interference)
+        return out_wait_ns + max(0, back_ns - next_use_ns) + int(self.link.taken_ns(busy_ns, copies))

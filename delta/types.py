@@ -97,12 +97,18 @@ class Link:
     """Measured speed of the way to the host tier, each direction on its own.
 
     `interference` is the share of a copy's time that is taken from compute: near 0 where copy engines do the work
-    (CUDA), more where an I/O thread shares the cores with the ops (CPU).
+    (CUDA), more where an I/O thread shares the cores with the ops (CPU). `copy_ns` is what each copy takes from compute
+    whatever its size: where the host enqueues the work of a card, few large copies are better than many small ones.
     """
 
     out_bytes_per_s: float
     in_bytes_per_s: float
     interference: float = 0.0
+    copy_ns: float = 0.0
+
+    def taken_ns(self, busy_ns: float, copies: int) -> float:
+        """What so many copies, which keep the link busy for that long in all, take from compute."""
+        return busy_ns * self.interference + copies * self.copy_ns
 
     def out_ns(self, nbytes: int) -> int:
         return int(nbytes * 1e9 / self.out_bytes_per_s)

@@ -114,8 +114,8 @@ class Cover:
                 self._drop[v] = self._program.variable(whole=True)
                 self._gone[v] = [self._drop[v]]
             if Action.SWAP in ways:
-                busy_ns = (link.out_ns(node.nbytes) + link.in_ns(node.nbytes)) * link.interference
-                self._swap[v] = self._program.variable(busy_ns / self._unit_ns, whole=True)
+                taken_ns = link.taken_ns(link.out_ns(node.nbytes) + link.in_ns(node.nbytes), 2)
+                self._swap[v] = self._program.variable(taken_ns / self._unit_ns, whole=True)
             if Action.ENCODE in ways and node.encoded_bytes and (replayable or not node.stand_in):
                 cost_ns = node.encode_ns + node.decode_ns
                 self._encode[v] = self._program.variable(cost_ns / self._unit_ns, whole=True)

@@ -122,7 +122,7 @@ class Forecaster:
             resident = list(map(add, resident, graph.beside_needs))
         swap_bytes = sum(self.sizes[v] for v in out_done_ns)
         busy_ns = link.out_ns(swap_bytes) + link.in_ns(swap_bytes)
-        stall_ns = late_ns + int(busy_ns * link.interference)
+        stall_ns = late_ns + int(link.taken_ns(busy_ns, 2 * len(out_done_ns)))
         return Forecast(
             tuple(self._forward(actions, out_done_ns)),
             tuple(resident),

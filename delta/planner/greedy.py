@@ -237,7 +237,7 @@ class _Greedy:
     def _own_cost_ns(self, v: int) -> float:
         node = self.graph.nodes[self.graph.saved[v]]
         if self.actions[v] is Action.SWAP:
-            return (self.link.out_ns(node.nbytes) + self.link.in_ns(node.nbytes)) * self.link.interference
+            return self.link.taken_ns(self.link.out_ns(node.nbytes) + self.link.in_ns(node.nbytes), 2)
         if self.actions[v] is Action.ENCODE:
             return node.encode_ns + node.decode_ns
         return self.graph.ops[node.op].cost_ns if node.op is not None else 0.0

@@ -122,7 +122,7 @@ class Prices:
         out_ns, in_ns = link.out_ns(nbytes), link.in_ns(nbytes)
         over_out = min(out_ns, max(0, link.out_ns(swapped) - self._forward_ns))
         over_in = min(in_ns, max(0, link.in_ns(swapped) - self._backward_ns))
-        return (out_ns + in_ns) * link.interference + over_out + over_in
+        return link.taken_ns(out_ns + in_ns, 2) + over_out + over_in
 
     def _added(self, v: int) -> list[int] | None:
         """Ops that dropping `v` adds to the replays. None where its chain cannot be replayed."""

@@ -188,10 +188,13 @@ def _evictable(given: str) -> Evictable:
 
 
 def _link(given: dict[str, Any]) -> Link:
-    values = _checked(given, {field.name: "float" for field in fields(Link)}, "'link'")
-    if not min(values["out_bytes_per_s"], values["in_bytes_per_s"]) > 0 or not 0 <= values["interference"] <= 1:
-        raise ValueError(f"'link' is {given!r}: the speeds must be above 0, the interference a share")
-    return Link(**values)
+    known = {field.name: "float" for field in fields(Link)}
+    link = Link(**_checked(given, known, "'link'", {"copy_ns"}))
+    if not min(link.out_bytes_per_s, link.in_bytes_per_s) > 0 or not 0 <= link.interference <= 1 or link.copy_ns < 0:
+        raise ValueError(
+            f"'link' is {given!r}: the speeds must be above 0, the interference a share, a copy's time 0 or more"
+        )
+    return link
 
 
 def _bookkeeping(given: dict[str, Any]) -> dict[str, int]:
