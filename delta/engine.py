@@ -91,6 +91,7 @@ class Engine:
         )
         self.learner.selective = not policy.rules  # they ask for the names of ops
         self.planning.learner = self.learner
+        self.learner.amend = self.planning.amend
         if self.planning.heeds_late:
             self.learner.heed_late = self.planning.heed_late
         self._headroom = HeadRoom(budget, self.ledger, self.learner) if budget.device_bytes is not None else None
@@ -715,7 +716,7 @@ class Engine:
                 limit,
                 self._room.evicted,
                 self._forced(),
-                self._room.strayed,
+                self._room.strays,
                 beside,
             )
         else:

@@ -137,7 +137,7 @@ class FamilyLearner(Learner):
         limit_bytes: int | None,
         fitted: bool,
         forced: Mapping[int, Action],
-        steady: bool,
+        strays: Mapping[int, Action],
         beside: Beside,
     ) -> None:
         family, expected = self._family, self._expected

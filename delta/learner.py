@@ -22,13 +22,16 @@ TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often
 KINDS = 64  # kinds of step remembered, the least recently used forgotten first
 ROOMIER = 1.05  # ... or when the limit has grown by this (a device budget follows what else is in use)
 LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
+TIGHTEST = 0.9  # share of the limit that plans aim at least at
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 MOVED = 0.01  # ... or when what is in use beside counted activations has grown by this share of the limit
 ANY_LOOK = Look()
 NOTHING = Beside()
+NONE: Mapping[int, Action] = {}
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
 HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
+Amend = Callable[[Plan, StepGraph, Mapping[int, Action]], Plan]
 
 
 @dataclass(slots=True)
@@ -51,6 +54,7 @@ class Profile:
     calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
     ways: bytes | None = None  # how they are recorded from now on; None: all of them are
     kept: tuple[int, ...] = ()  # by pack: the save order of what need only be counted then, or -1
+    strays: Mapping[int, Action] = field(default_factory=dict)  # of the last step: evicted, and not named by the plan
     then: Profile | None = None  # the kind of step that came after the last one of this kind
     beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
     planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
@@ -74,6 +78,7 @@ class Learner:
     standing_bytes: int = 0  # resident when the step began: left over from another
     given_up: bool = False  # this step is too long to be learned from
     heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
+    amend: Amend | None = None  # a plan, so that some more go as planned
     device_times: Callable[[StepLog], StepTimes] | None = None  # of a step, where the host works ahead of the device
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
@@ -313,20 +318,19 @@ class Learner:
         limit: Callable[[int], int | None],
         evicted: bool,
         forced: Mapping[int, Action],
-        strayed: bool = False,
+        strays: Mapping[int, Action] = NONE,
         beside: Beside = NOTHING,
     ) -> None:
-        """The last handle died. Learns from the step and plans the next one like it. `strayed`: something was evicted
-        that the plan had not named. With what it used `beside` counted activations, peak and limit are those of the
-        device."""
+        """The last handle died. Learns from the step and plans the next one like it. `strays`: what was evicted that
+        the plan had not named, by save order, and how. With what it used `beside` counted activations, peak and limit
+        are those of the device."""
         if self.given_up:
             self._reset()
             return
         self.log.end_ns = now_ns - (self.began_ns or 0)
         limit_bytes = limit(unevicted_peak_bytes)
         fitted = limit_bytes is None or (not evicted and max(unevicted_peak_bytes, peak_bytes) <= limit_bytes)
-        steady = not strayed and (limit_bytes is None or peak_bytes <= limit_bytes)
-        self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced, steady, beside)
+        self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced, strays, beside)
         self._reset()
 
     def _learn(
@@ -336,7 +340,7 @@ class Learner:
         limit_bytes: int | None,
         fitted: bool,
         forced: Mapping[int, Action],
-        steady: bool,
+        strays: Mapping[int, Action],
         beside: Beside,
     ) -> None:
         log, profile = self.log, self._profile_of_step()
@@ -355,8 +359,21 @@ class Learner:
             self.profiles.insert(0, profile)
             known = profile.plan
             self._review(profile, peak_bytes, limit_bytes, beside)
-            profile.ways = self._ways(profile) if steady and profile.plan is known else None
+            settled = profile.plan is known and self._settled(profile, strays)
+            over = limit_bytes is not None and peak_bytes > limit_bytes and profile.tightened < TIGHTENINGS
+            profile.ways = self._ways(profile) if settled and not over else None
         self._expect(profile)
+
+    def _settled(self, profile: Profile, strays: Mapping[int, Action]) -> bool:
+        """Whether all that went in a step that followed the plan is the plan's. What has to go beside it in two steps
+        running will have to in every step, so from then on it is part of the plan."""
+        again, profile.strays = profile.strays == strays, dict(strays)
+        if not strays:
+            return True
+        if not again or min(strays) < 0 or profile.plan is None or self.amend is None:
+            return False
+        known, profile.plan = profile.plan, self.amend(profile.plan, profile.graph, strays)
+        return profile.plan is known
 
     def _ways(self, profile: Profile) -> bytes | None:
         """How to record steps of this kind after one that went as planned."""
@@ -454,9 +471,9 @@ class Learner:
             profile.tightened += 1
             again = True
         elif peak_bytes > limit_bytes and not exact and profile.tightened < TIGHTENINGS:
-            profile.tightened += 1
-            profile.squeeze = max(0.9, profile.squeeze * limit_bytes / peak_bytes)
-            again = True
+            before, profile.squeeze = profile.squeeze, max(TIGHTEST, profile.squeeze * limit_bytes / peak_bytes)
+            again = again or profile.squeeze < before
+            profile.tightened = profile.tightened + 1 if profile.squeeze < before else TIGHTENINGS
         room_bytes = limit_bytes + fall_bytes
         if room_bytes > ROOMIER * profile.planned_for_bytes and profile.relaxed < TIGHTENINGS:
             profile.relaxed += 1

@@ -13,6 +13,7 @@ from delta.budget import Budget
 from delta.config import Policy
 from delta.learner import Learner
 from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
+from delta.planner.assemble import plan_of
 from delta.types import Action, Link
 
 
@@ -64,6 +65,17 @@ class Planning:
         if self._kind in BESIDE and not self._announced and not plan.idle:
             self._open = [*(other for other in self._open if other.task.graph is not graph), _Open(task, aim_bytes)]
         return plan
+
+    def amend(self, plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan:
+        """The plan in which the storages `gone`, by save order, go as well when they have been saved. The plan itself
+        where it has them go already, or says when storages go after that."""
+        actions = list(plan.actions)
+        for order, action in gone.items():
+            if actions[order] is Action.KEEP:
+                actions[order] = action
+        if plan.evictions or plan.moves or tuple(actions) == plan.actions:
+            return plan
+        return plan_of(graph, self._link, actions)
 
     def heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:
         """The plan after a step in which backward waited for the copies back of the save orders `late`."""

@@ -54,7 +54,7 @@ class Room:
         self.candidates = Candidates(policy, ledger, queue, learner)
         self.following = Following(ledger, learner, self.candidates, self.carry_out)
         self.evicted = False  # something was evicted in this step
-        self.strayed = False  # ... that no plan had named
+        self.strays: dict[int, Action] = {}  # ... that no plan had named, by save order, and how it went
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
         self._worst: Shortage | None = None  # of this step
 
@@ -80,7 +80,7 @@ class Room:
         self.candidates.new_step()
         self.following.new_step()
         self._encoded_bytes = 0
-        self.evicted = self.strayed = False
+        self.evicted, self.strays = False, {}
         self._worst = None
 
     def offer(self, rec: Record, encoding: Encoding) -> None:
@@ -221,11 +221,11 @@ class Room:
         the program lets go of them."""
         out: list[Instruction] = []
         gone_bytes = floating_bytes = 0
-        self.strayed = True
         for choice, rec in victims:
             if self.candidates.drops(rec, choice.action) and not self._ledger.recoverable(rec.id, grasp=True):
                 self.candidates.stuck(rec)
                 break
+            self.strays[rec.saved_at] = choice.action
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
             if self._floats(rec):
                 floating_bytes += rec.nbytes - choice.stays_bytes

@@ -278,8 +278,15 @@ def test_a_peak_over_the_limit_tightens_the_plan(learner, planner):
 def test_tightening_ends(learner, planner):
     step(learner, "abc")
     for _ in range(TIGHTENINGS + 4):
-        step(learner, "abc", peak=10 * LIMIT, recorded=False)
+        step(learner, "abc", peak=LIMIT + 0.5, recorded=False)
     assert len(planner.asked) == 1 + TIGHTENINGS
+
+
+def test_a_plan_as_tight_as_may_be_is_not_made_again(learner, planner):
+    step(learner, "abc")
+    for _ in range(4):
+        step(learner, "abc", peak=10 * LIMIT, recorded=False)
+    assert len(planner.asked) == 2
     assert min(limit for _, limit, _ in planner.asked) >= int(0.9 * LIMIT), "never so tight that training crawls"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from sys import intern
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import delta
-from delta.learner import REFINEMENTS, Learner
+from delta.learner import NONE, REFINEMENTS, Learner
 from delta.planner.steplog import StepGraph, build_graph
 from delta.routine import Routine, Way, ways_of
 from delta.types import Action, Kind
@@ -99,7 +99,9 @@ def test_a_routine_knows_its_calls_and_no_others():
 
 
 # -- when -------------------------------------------------------------------------------------------------------------
-def follow(learner: Learner, kind: str, *, strayed: bool = False, peak: int = LIMIT, shape: str = "") -> bool:
+def follow(
+    learner: Learner, kind: str, *, strays: Mapping[int, Action] = NONE, peak: int = LIMIT, shape: str = ""
+) -> bool:
     """One step of three ops whose names and saves begin with `kind`, recorded as the learner wants it to be. Returns
     whether it had a routine to its end. `shape`: of what it saves."""
     recorded = 0
@@ -121,7 +123,7 @@ def follow(learner: Learner, kind: str, *, strayed: bool = False, peak: int = LI
     for i in reversed(range(3)):
         learner.needed(i, 2000 - 10 * i)
         learner.released(i)
-    learner.end(3000, peak, 100, lambda known: LIMIT, True, {}, strayed)
+    learner.end(3000, peak, 100, lambda known: LIMIT, True, {}, strays)
     assert followed or recorded == 3 or not learner.recorded
     return followed
 
@@ -135,7 +137,7 @@ def test_a_step_has_a_routine_once_one_has_gone_as_planned(learner):
     assert [follow(learner, "a") for _ in range(SHORT + 2)] == [False] * SHORT + [True] * 2
 
 
-@pytest.mark.parametrize("wrong", [{"strayed": True}, {"peak": LIMIT + 1}])
+@pytest.mark.parametrize("wrong", [{"strays": {0: SWAP}}, {"peak": LIMIT + 1}])
 def test_a_step_that_went_otherwise_has_none_the_next_time(learner, wrong):
     for _ in range(SHORT):
         follow(learner, "a")

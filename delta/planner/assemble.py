@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from delta.planner.forecast import Forecaster, copies_back, forecast
-from delta.planner.steplog import Plan
+from delta.planner.steplog import Plan, StepGraph
 from delta.planner.task import Task
-from delta.types import Action
+from delta.types import Action, Link
 
 
 def assemble(task: Task, actions: Sequence[Action]) -> Plan:
     """The plan that gives each saved storage its action, by save order."""
-    return _everything(task, actions) if task.everything else _saved(task, actions)
+    return _everything(task, actions) if task.everything else plan_of(task.graph, task.link, actions)
 
 
 def best(task: Task, plans: Iterable[Plan]) -> Plan:
@@ -30,8 +30,9 @@ def best(task: Task, plans: Iterable[Plan]) -> Plan:
     return min(plans, key=rank)
 
 
-def _saved(task: Task, actions: Sequence[Action]) -> Plan:
-    graph, found = task.graph, forecast(task.graph, actions, task.link)
+def plan_of(graph: StepGraph, link: Link, actions: Sequence[Action]) -> Plan:
+    """The same where only what autograd saved may go, and backward alone needs it."""
+    found = forecast(graph, actions, link)
     return Plan(
         tuple(actions),
         found.prefetch,
