@@ -394,7 +394,8 @@ class Learner:
         following = profile and (profile.then or profile)
         self._routine_of, self.routine = following, None
         if following is not None and following.ways is not None and not self.missed:
-            self.routine = Routine(following.calls, following.ways, following.kept)
+            costs_ns = [op.cost_ns for op in following.graph.ops]
+            self.routine = Routine(following.calls, following.ways, following.kept, costs_ns)
 
     def steady_ways(self) -> bytes | None:
         """How the ops told of are recorded in a step like the last one, once such steps go as planned; None: all are in

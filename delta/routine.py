@@ -30,11 +30,15 @@ class Way(IntEnum):
 class Routine:
     """The calls of a step, one after the other."""
 
-    __slots__ = ("_at", "_calls", "_ways", "kept")
+    __slots__ = ("_at", "_calls", "_costs_ns", "_ops", "_ways", "kept")
 
-    def __init__(self, calls: Sequence[Call], ways: bytes, kept: Sequence[int] = ()) -> None:
-        """`kept`: by saved tensor, the save order of a storage that need only be counted; -1 where more is done."""
+    def __init__(
+        self, calls: Sequence[Call], ways: bytes, kept: Sequence[int] = (), costs_ns: Sequence[int] = ()
+    ) -> None:
+        """`kept`: by saved tensor, the save order of a storage that need only be counted; -1 where more is done.
+        `costs_ns`: how long the ops of the step take."""
         self._calls, self._ways = [call for call, _ in calls], ways
+        self._ops, self._costs_ns = [op for _, op in calls], costs_ns
         self._at = 0
         self.kept = kept
 
@@ -49,6 +53,12 @@ class Routine:
             return None
         self._at = at + 1
         return _WAYS[self._ways[at]]
+
+    @property
+    def cost_ns(self) -> int | None:
+        """How long the call that `way` was last asked about takes, as far as it is known."""
+        op = self._ops[self._at - 1]
+        return self._costs_ns[op] if 0 <= op < len(self._costs_ns) else None
 
 
 _WAYS = tuple(Way)

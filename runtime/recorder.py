@@ -113,6 +113,8 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         core = self._core
+        routine = core.engine.routine
+        known_ns = routine.cost_ns if routine is not None else None
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         with core.entered():
@@ -121,9 +123,9 @@ class Recorder(TorchDispatchMode):
             preserved = core.writes.begin(written)
             generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
             refusals = facts.refusals(core.device)
-            began_ns, mark = time.perf_counter_ns(), core.clock.start()
+            began_ns, mark = time.perf_counter_ns(), core.clock.start() if known_ns is None else None
             result = core.rescued(func, args, kwargs)
-            token = core.clock.stop(mark)
+            token = core.clock.stop(mark) if known_ns is None else None
             core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)
             new_versions = core.writes.end(written, preserved)
@@ -133,7 +135,7 @@ class Recorder(TorchDispatchMode):
                 if inputs is not None and self._replayable(facts, results, generator, refusals):
                     again_ns = self._again_ns(func, args, results, products)
                     recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state, again_ns)
-                cost_ns = core.took_ns(recipe, token)
+                cost_ns = core.took_ns(recipe, token) if known_ns is None else known_ns
                 op = self._op(facts, recipe, products, new_versions, cost_ns or 0)
                 core.recorded(op, recipe, untimed=token if cost_ns is None else None)
             core.engine.called(func, made=bool(products))

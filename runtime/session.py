@@ -306,7 +306,9 @@ class _Switch:
         plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended. Functions written
         in Python are no such formulas: they run the program's own code, which may write, and that has to be seen.
         """
-        if self._recorder not in self._on or torch._C._current_graph_task_id() == -1:
+        if torch._C._len_torch_dispatch_stack() == self._depth or torch._C._current_graph_task_id() == -1:
+            return
+        if self._recorder not in self._on:
             return
         self._core.device.enforce(False)
         if _runs_the_program_s_code(torch._C._current_autograd_node()):

@@ -59,6 +59,17 @@ def is_plain(tensor: Tensor) -> bool:
     """
     if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
         return False
+    keys = torch._C._dispatch_keys(tensor).raw_repr()  # which say all that is asked for here
+    plain = _plain.get(keys)
+    if plain is None:
+        plain = _plain[keys] = _is_strided(tensor)
+    return plain
+
+
+_plain: dict[int, bool] = {}  # by dispatch keys
+
+
+def _is_strided(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_inference():
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
