@@ -1,0 +1,471 @@
+"""Steps that go as planned: what the plan keeps is only counted, and gets its record when more has to be known."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import a_log, an_op
+from test_learner import plan_of
+from test_routine import chain
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import delta
+from delta.errors import DeltaError, StorageModifiedError
+from delta.keeping import Keeping, Kept
+from delta.learner import Learner
+from delta.ledger import Ledger, LedgerError
+from delta.planner import StepGraph, StepLog
+from delta.planner.steplog import build_graph
+from delta.routine import kept_of
+from delta.runtime.core import Core
+from delta.runtime.kept import KeptTensor, signature_of
+from delta.trace import Recording
+from delta.types import Action, Kind
+
+KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),  # of steps that save more than was planned for
+]
+
+
+# -- the count --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def keeping() -> Keeping:
+    return Keeping(Ledger(), Learner(0, None))
+
+
+def ledger_of(keeping: Keeping) -> Ledger:
+    return keeping._ledger
+
+
+def test_a_storage_counts_once_until_its_last_tensor_dies(keeping: Keeping) -> None:
+    ledger, kept = ledger_of(keeping), Kept(key=7, record=3, nbytes=40, order=0)
+    keeping.first(kept, 0, 0)
+    keeping.again(kept, 0)
+    assert (ledger.resident_bytes, ledger.unevicted_bytes, ledger.own_handles) == (40, 40, 2)
+    ledger.validate()
+    keeping.released(kept)
+    assert (ledger.resident_bytes, ledger.own_handles, list(keeping.storages)) == (40, 1, [7])
+    keeping.released(kept)
+    assert (ledger.resident_bytes, ledger.unevicted_bytes, ledger.own_handles, keeping.storages) == (0, 0, 0, {})
+    assert (ledger.peak_resident_bytes, ledger.peak_unevicted_bytes) == (40, 40)
+    ledger.validate()
+
+
+def test_what_has_got_its_record_is_counted_there(keeping: Keeping) -> None:
+    ledger, kept = ledger_of(keeping), Kept(key=7, record=3, nbytes=40, order=0)
+
+    def give_records() -> None:
+        keeping.list_all()
+        ledger.create(3, 40, Kind.ACTIVATION)
+        ledger.save(3, 0)
+
+    keeping.give_records = give_records
+    keeping.end()
+    assert 3 not in ledger, "there was nothing to give one"
+    keeping.first(kept, 0, 0)
+    keeping.end()
+    keeping.end()
+    keeping.released(kept)  # a note from before
+    assert (ledger.resident_bytes, ledger.own_handles, keeping.storages) == (40, 1, {})
+    ledger.validate()
+
+
+def test_the_ledger_minds_what_was_never_counted() -> None:
+    ledger = Ledger()
+    ledger.count(40)
+    with pytest.raises(LedgerError, match="are not counted"):
+        ledger.uncount(41)
+    with pytest.raises(LedgerError, match="are not counted"):
+        ledger.uncount(40, handles=2)
+
+
+# -- which ------------------------------------------------------------------------------------------------------------
+def a_step(packs: list[int], releases: list[int] | None = None) -> tuple[StepLog, StepGraph]:
+    """Op i makes storage i + 1 out of storage i. `packs`: save orders of storages 1, 2 and 3, one after the other."""
+    graph = chain([1, 2, 3])
+    log = StepLog(orders=packs, releases=[(order, 3) for order in (releases or range(3))])
+    return log, graph
+
+
+@pytest.mark.parametrize(
+    ("packs", "actions", "expected"),
+    [
+        ([0, 1, 2], [KEEP, KEEP, KEEP], (0, 1, 2)),
+        ([0, 1, 0, 2, 1], [KEEP, KEEP, SWAP], (0, 1, 0, -1, 1)),
+        # 3 is made again out of 2.
+        ([0, 1, 2], [KEEP, KEEP, RECOMPUTE], (0, -1, -1)),
+        # 2 is brought back from the host: nobody reads 1.
+        ([0, 1, 2], [KEEP, SWAP, KEEP], (0, -1, 2)),
+    ],
+)
+def test_what_is_kept_and_read_by_no_replay_is_only_counted(packs, actions, expected) -> None:
+    log, graph = a_step(packs)
+    assert kept_of(log, graph, plan_of(actions)) == expected
+
+
+def test_what_goes_later_is_not() -> None:
+    log, graph = a_step([0, 1, 2])
+    plan = replace(plan_of([KEEP] * 3), evictions={1: ((0, RECOMPUTE),)})
+    assert kept_of(log, graph, plan) == (-1, 1, 2)
+
+
+def test_nor_what_was_let_go_of_and_saved_again() -> None:
+    log, graph = a_step([0, 1, 0, 2], releases=[0, 1, 0, 2])
+    assert kept_of(log, graph, plan_of([KEEP] * 3)) == (-1, 1, -1, 2)
+
+
+def test_nor_what_does_not_count() -> None:
+    ops = [an_op(100, [0], [1])]
+    log = a_log(ops, {0: 8, 1: 8}, [(0, 0, 0), (1, 1, 1)], [(1, 5), (0, 6)], [(0, 2), (1, 2)], 9, {0: Kind.PARAMETER})
+    log.orders = [0, 1]
+    assert kept_of(log, build_graph(log, 0), plan_of([KEEP, KEEP])) == (-1, 1)
+
+
+def test_steps_are_told_apart_by_sizes_strides_and_types() -> None:
+    x = torch.randn(4, 6)
+    others = [x.t(), x.view(6, 4), x.double(), x[:2]]
+    assert signature_of(x, 96) == signature_of(torch.zeros(4, 6), 96)
+    assert len({signature_of(each, 96) for each in (x, *others)}) == 5
+    assert signature_of(x, 96) != signature_of(x, 100)
+
+
+# -- in a training ----------------------------------------------------------------------------------------------------
+class Net(nn.Module):
+    """Of its saved tensors a plan drops some and keeps others; two of each kind are on one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(8))
+
+    def forward(self, x: Tensor, between: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.relu(layer(x)) * 1.5 + x.tanh()
+            if between is not None:
+                x = between(index, x)
+        return x
+
+
+POLICY = {"filter.min_bytes": 0}
+STEADY = 8  # steps after which one follows its routine
+
+
+def loss_of(net: nn.Module, between: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
+    torch.manual_seed(3)
+    loss: Tensor = net(torch.randn(16, 24), between).square().mean()
+    return loss
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    found = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    return found
+
+
+def fresh() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def plain(between: Callable[[int, Tensor], Tensor] | None = None) -> list[Tensor]:
+    net = fresh()
+    loss_of(net, between).backward()
+    return gradients(net)
+
+
+@contextmanager
+def steady(net: nn.Module, policy: str = "recompute", device: str = "cpu", **more: Any) -> Iterator[Core]:
+    """A block whose next step follows its routine."""
+    with delta.evict(activations="60%", policy=delta.load_policy(policy, POLICY | more), device=device) as run:
+        for _ in range(STEADY):
+            loss_of(net).backward()
+            net.zero_grad()
+        assert run._core is not None
+        assert run._core.engine.routine is not None
+        yield run._core
+
+
+def counted(core: Core) -> int:
+    core.engine.ledger.validate()
+    return len(core.engine.keeping.storages)
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("device", ["cpu", "chaos:3"])
+@pytest.mark.parametrize("policy", ["recompute", "delta", "swap"])
+def test_most_of_a_known_step_is_only_counted(policy: str, device: str) -> None:
+    expected, net = plain(), fresh()
+    with steady(net, policy, device) as core:
+        before = core.engine.finished_steps, core.engine.totals.steps
+        loss = loss_of(net)
+        kept = counted(core)
+        resident = core.engine.ledger.resident_bytes
+        peak = core.engine.step_peak_bytes
+        listed = {rec.id for rec in core.engine.ledger.records.values() if rec.handles}
+        assert 0 < len(listed) < core.engine.learner.packs
+        assert not listed & {each.record for each in core.engine.keeping.storages.values()}
+        loss.backward()
+        assert kept > 4
+        assert kept * 16 * 24 * 4 <= resident <= peak <= 1.01 * (core.engine.limit_bytes or 0)
+        assert counted(core) == 0
+        assert (core.engine.finished_steps, core.engine.totals.steps) == (before[0], before[1] + 1)
+        assert core.engine.routine is not None
+    assert_same(gradients(net), expected)
+
+
+def test_peaks_are_those_of_a_step_with_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = []
+    for keeps in (True, False):
+        net = fresh()
+        with monkeypatch.context() as patched:
+            if not keeps:
+                patched.setattr(Core, "keeps", False)
+            with steady(net) as core:
+                loss = loss_of(net)
+                assert bool(counted(core)) is keeps
+                peaks.append((core.engine.step_peak_bytes, core.engine.step_unevicted_peak_bytes))
+                loss.backward()
+    assert peaks[0] == peaks[1]
+
+
+def test_an_eviction_beside_the_plan_gives_them_records() -> None:
+    expected, net = plain(), fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        kept = counted(core)
+        assert kept
+        core.rescue()
+        assert counted(core) == 0
+        resident = core.engine.ledger.resident_bytes
+        loss.backward()
+        assert resident < kept * 16 * 24 * 4 + 2**14
+    assert_same(gradients(net), expected)
+
+
+@pytest.mark.parametrize("policy", ["delta", "swap"])
+def test_they_can_be_evicted_then(policy: str) -> None:
+    expected, net = plain(), fresh()
+    with steady(net, policy) as core:
+        loss = loss_of(net)
+        kept, resident = counted(core), core.engine.ledger.resident_bytes
+        core.rescue()
+        assert kept and core.engine.ledger.resident_bytes < resident / 2
+        loss.backward()
+    assert_same(gradients(net), expected)
+
+
+def branching(index: int, x: Tensor) -> Tensor:
+    return x.sigmoid() * 1.01 if index == 5 else x
+
+
+def writing(index: int, x: Tensor) -> Tensor:
+    return x.add_(0.25) if index == 5 else x  # nobody has saved it yet
+
+
+@pytest.mark.parametrize("policy", ["recompute", "delta", "swap"])
+@pytest.mark.parametrize("between", [branching, writing])
+def test_a_step_that_goes_otherwise_gives_them_records(between, policy: str) -> None:
+    """What was counted is looked after, with the version it was saved at."""
+    expected, net = plain(between), fresh()
+    with steady(net, policy) as core:
+        seen = []
+
+        def noted(index: int, x: Tensor) -> Tensor:
+            seen.append(counted(core))
+            return between(index, x)
+
+        loss = loss_of(net, noted)
+        assert seen[5] > 0 and counted(core) == 0
+        loss.backward()
+    assert_same(gradients(net), expected)
+
+
+def test_a_write_into_what_is_only_counted_is_told_as_ever() -> None:
+    net = fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        packed = core.kept._tensors[-1]()
+        assert packed is not None and packed.tensor is not None
+        with torch.no_grad():
+            packed.tensor.add_(1)
+        del packed
+        with pytest.raises(StorageModifiedError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_write_past_the_version_counter_is_what_backward_reads() -> None:
+    """As in plain PyTorch, whose saved tensors are themselves."""
+
+    def through_data(index: int, x: Tensor) -> Tensor:
+        if index:
+            saved[-1].data.mul_(2)
+        saved.append(x)
+        return x
+
+    saved: list[Tensor] = []
+    expected, net = plain(through_data), fresh()
+    saved.clear()
+    with steady(net) as core:
+        loss = loss_of(net, through_data)
+        counted(core)
+        loss.backward()
+    assert_same(gradients(net), expected)
+
+
+def test_the_graph_may_be_kept() -> None:
+    net = fresh()
+    loss = loss_of(net)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected, net = gradients(net), fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        assert counted(core)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert counted(core) == 0
+    assert_same(gradients(net), expected)
+
+
+def test_backward_may_come_after_the_block() -> None:
+    expected, net = plain(), fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        assert counted(core)
+    loss.backward()
+    assert_same(gradients(net), expected)
+    assert not core.slots and core.engine.ledger.handles == 0
+
+
+def test_a_graph_that_only_garbage_has_is_counted_no_more() -> None:
+    net = fresh()
+    with steady(net) as core:
+        steps = core.engine.totals.steps
+        knot: list[Any] = [loss_of(net)]
+        knot.append(knot)
+        assert counted(core)
+        del knot
+        gc.collect()
+        with core.entered():
+            pass
+        assert counted(core) == 0 and core.engine.totals.steps == steps + 1
+
+
+def test_what_is_left_over_of_a_step_gets_its_record() -> None:
+    """Graphs that the program goes on to hold: where forward goes on after backward, what they saved is of no step."""
+    expected, net = plain(), fresh()
+    with steady(net) as core:
+        held, given = [], []
+        original = core.engine.keeping.give_records
+
+        def noted() -> None:
+            given.append(counted(core))
+            original()
+
+        core.engine.keeping.give_records = noted
+        for _ in range(3):
+            held.append(loss_of(net))
+            counted(core)
+            torch.autograd.grad(held[-1], net.layers[-1].bias, retain_graph=True)
+        assert given, "some had only been counted"
+        for loss in held:
+            loss.backward()
+            assert_same(gradients(net), expected)
+        held.clear()
+        del loss
+        with core.entered():
+            pass
+        assert counted(core) == 0 and core.engine.ledger.handles == 0
+
+
+def test_while_steps_are_traced_each_has_a_record(tmp_path: Any) -> None:
+    net = fresh()
+    recording = Recording(tmp_path / "step.jsonl", skip=STEADY, steps=1)
+    with delta.evict(
+        activations="60%", policy=delta.load_policy("recompute", POLICY), device="cpu", trace=recording
+    ) as run:
+        for step in range(STEADY + 2):
+            loss = loss_of(net)
+            assert run._core is not None
+            assert bool(counted(run._core)) is (step > STEADY) or step < STEADY
+            loss.backward()
+            net.zero_grad()
+
+
+# -- convolutions -----------------------------------------------------------------------------------------------------
+class Pictures(nn.Module):
+    """The convolution's input is saved by nobody else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.rest = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+
+    def forward(self, x: Tensor, between: None = None) -> Tensor:
+        x = F.avg_pool2d(F.silu(self.first(x)), 2)
+        for layer in self.rest:
+            x = layer(x.tanh())
+        return self.second(F.avg_pool2d(x.sigmoid(), 1))
+
+
+def picture_loss(net: nn.Module) -> Tensor:
+    torch.manual_seed(3)
+    loss: Tensor = net(torch.randn(4, 3, 32, 32)).square().mean()
+    return loss
+
+
+def test_a_kept_input_of_a_convolution_goes_between_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from delta.runtime import split
+
+    torch.manual_seed(1)
+    net = Pictures()
+    picture_loss(net).backward()
+    expected = gradients(net)
+    done = []
+    original = split._Split._let_go
+
+    def noted(self: Any, value: Tensor) -> None:
+        handle = self._handle()
+        original(self, value)
+        if type(handle) is KeptTensor:
+            done.append((handle.tensor, handle.kept, value.untyped_storage().nbytes()))
+
+    monkeypatch.setattr(split._Split, "_let_go", noted)
+    policy = delta.load_policy("recompute", POLICY | {"backward.split_convolutions": True})
+    with delta.evict(activations="90%", policy=policy, device="cpu") as run:
+        for _ in range(STEADY):
+            picture_loss(net).backward()
+            found = gradients(net)
+        core = run._core
+        assert core is not None and core.engine.routine is not None
+        assert counted(core) == 0
+    assert_same(found, expected)
+    assert (None, None, 0) in done
+
+
+def test_what_was_let_go_of_there_cannot_be_asked_for_again() -> None:
+    net, packed = fresh(), None
+    with steady(net) as core:
+
+        def noted(index: int, x: Tensor) -> Tensor:
+            nonlocal packed
+            live = [ref() for ref in core.kept._tensors]
+            packed = next((each for each in live if each is not None), packed)
+            return x
+
+        loss = loss_of(net, noted)
+        assert packed is not None
+        packed.done()
+        with pytest.raises(DeltaError, match="was let go of within the backward of its convolution"):
+            loss.backward()
