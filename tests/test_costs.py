@@ -160,6 +160,12 @@ def test_interference_takes_its_share_of_the_copy_times():
     assert queue.exposed_ns(1000, 0, 0, 200, whole=True) == 60
 
 
+def test_a_copy_takes_its_own_time_whatever_its_size():
+    queue = LinkQueue(Link(10e9, 5e9, interference=0.3, copy_ns=7))
+    assert queue.exposed_ns(1000, 0, 100, 300) == 90 + 2 * 7
+    assert queue.exposed_ns(1000, 0, 0, 200, whole=True) == 60 + 7
+
+
 def test_asking_queues_nothing():
     queue = LinkQueue(OUT_10_IN_5)
     queue.exposed_ns(1000, 0, 0, 0)

@@ -5,7 +5,9 @@ from builders import a_log, an_op
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta.planner import StepGraph, forecast, plan_step
+from delta.config import PlannerConfig
+from delta.planner import BESIDE, PLANNERS, StepGraph, Task, forecast, plan_step
+from delta.planner.prices import Prices
 from delta.planner.steplog import build_graph
 from delta.types import Action, Kind, Link
 
@@ -265,6 +267,36 @@ def test_forced_actions_are_respected():
     slow = Link(1e6, 1e6)
     assert plan(graph, 500, link=slow).actions[0] is RECOMPUTE
     assert plan(graph, 500, forced={0: SWAP}, link=slow).actions[0] is not RECOMPUTE
+
+
+def one_large_and_ten_small() -> StepGraph:
+    """One of 100 bytes is saved before ten of 10."""
+    ops = [an_op(100 + i, [i], [i + 1]) for i in range(11)]
+    sizes = {0: 0, 1: 100} | dict.fromkeys(range(2, 12), 10)
+    saves = [(record, 1000 * record, record) for record in range(1, 12)]
+    needs = [(order, 20_000 + 1000 * (10 - order)) for order in reversed(range(11))]
+    log = a_log(ops, sizes, saves, needs, [(v, 11 - v) for v in range(11)], 40_000, {0: Kind.SOURCE})
+    return build_graph(log, 0)
+
+
+@pytest.mark.parametrize("planner", [PLANNERS["profile"], BESIDE["profile"]], ids=["greedy", "exact"])
+def test_where_a_copy_has_its_price_few_large_storages_are_swapped(planner):
+    graph, link = one_large_and_ten_small(), Link(1e9, 1e9, 0.5, copy_ns=50)
+    made = planner(Task(graph, 111, link, (KEEP, SWAP), {}, False, PlannerConfig()))
+    assert made.actions == (SWAP, *[KEEP] * 10)
+    assert forecast(graph, made.actions, link).stall_ns == 0.5 * 200 + 2 * 50
+
+
+def test_a_copy_s_price_is_dearer_for_what_is_small():
+    graph = one_large_and_ten_small()
+
+    def per_byte(copy_ns: float, v: int) -> float:
+        option = Prices(graph, Link(1e9, 1e9, 0.5, copy_ns), (KEEP, SWAP), {}, [KEEP] * 11)[v]
+        assert option is not None
+        return option.per_byte
+
+    assert per_byte(0, 0) == per_byte(0, 5) == 1
+    assert (per_byte(50, 0), per_byte(50, 5)) == (2, 11)
 
 
 def test_a_slow_link_is_not_used_and_a_dear_chain_not_replayed():

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import delta
-from delta.learner import NONE, REFINEMENTS, Learner
-from delta.planner.steplog import StepGraph, build_graph
+from delta.budget import Budget
+from delta.config import Policy
+from delta.learner import NONE, REFINEMENTS, TIGHTENINGS, Learner
+from delta.planner.steplog import Plan, StepGraph, build_graph
+from delta.planning import Planning
 from delta.routine import Routine, Way, ways_of
-from delta.types import Action, Kind
+from delta.types import Action, Kind, Link
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
 SHORT = 1 + REFINEMENTS + 1  # steps until one has gone as planned with all op times known
@@ -145,6 +148,73 @@ def test_a_step_that_went_otherwise_has_none_the_next_time(learner, wrong):
     assert [follow(learner, "a") for _ in range(3)] == [False, True, True]
 
 
+def amend(plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan:
+    actions = tuple(gone.get(order, action) for order, action in enumerate(plan.actions))
+    return plan if actions == plan.actions else replace(plan, actions=actions)
+
+
+def test_what_goes_beside_the_plan_in_two_steps_running_becomes_part_of_it(learner):
+    learner.amend = amend
+    for _ in range(SHORT):
+        follow(learner, "a")
+    profile = learner.profiles[0]
+    before = profile.plan
+    stray = {1: RECOMPUTE}
+    assert follow(learner, "a", strays=stray)
+    assert profile.plan is before and learner.routine is None, "it may have been late once"
+    assert not follow(learner, "a", strays={1: RECOMPUTE, 2: SWAP})
+    assert profile.plan is before, "another one each time"
+    for _ in range(2):
+        assert not follow(learner, "a", strays=stray)
+    assert profile.plan is not None and profile.plan.actions[1] is RECOMPUTE
+    assert learner.routine is None, "it has not been seen to go by that"
+    assert [follow(learner, "a") for _ in range(2)] == [False, True]
+    assert profile.ways == bytes([P, R, P])
+
+
+def test_what_goes_again_although_the_plan_has_it_go_does_not_keep_a_routine_away(learner):
+    """It comes back in backward, and has to go once more."""
+    learner.amend = amend
+    for _ in range(SHORT):
+        follow(learner, "a")
+    again = {0: SWAP}
+    assert [follow(learner, "a", strays=again) for _ in range(4)] == [True, False, True, True]
+
+
+def test_what_is_left_over_of_another_step_is_in_no_plan(learner):
+    learner.amend = amend
+    for _ in range(SHORT):
+        follow(learner, "a")
+    assert [follow(learner, "a", strays={-1: SWAP}) for _ in range(4)] == [True, False, False, False]
+
+
+def test_where_the_limit_cannot_be_held_there_is_a_routine_all_the_same(learner):
+    """A plan is tightened a few times; from then on another step over the limit tells nothing new."""
+    over = [follow(learner, "a", peak=LIMIT + 0.5) for _ in range(SHORT + TIGHTENINGS + 3)]
+    assert not any(over[: TIGHTENINGS + 1]) and all(over[-2:])
+
+
+def test_a_plan_is_amended_by_what_is_not_in_it_yet():
+    graph, planning = chain([1, 2, 3]), Planning(Policy(name="test"), Budget(), Link(1e9, 1e9), False)
+    plan = plan_of([KEEP, SWAP, KEEP])
+    assert planning.amend(plan, graph, {1: RECOMPUTE}) is plan, "it goes as planned, and once more"
+    amended = planning.amend(plan, graph, {0: SWAP, 1: RECOMPUTE})
+    assert amended.actions == (SWAP, SWAP, KEEP)
+    assert amended.swap_bytes == 16 and set(sum(amended.prefetch.values(), ())) == {0, 1}
+    later = replace(plan, evictions={0: ((2, SWAP),)})
+    assert planning.amend(later, graph, {0: SWAP}) is later, "its actions are not all that it says"
+
+
+def test_a_routine_knows_how_long_its_calls_take():
+    calls = [("a", 0), ("made nothing", -1), ("b", 1), ("another", 2)]
+    routine = Routine(calls, bytes([R] * 4), costs_ns=[5, 7])
+    found = []
+    for call, _ in calls:
+        routine.way(call)
+        found.append(routine.cost_ns)
+    assert found == [5, None, 7, None]
+
+
 def test_without_selection_there_are_no_routines(learner):
     learner.selective = False
     assert not any(follow(learner, "a") for _ in range(SHORT + 3))
@@ -270,6 +340,24 @@ def test_a_routine_changes_no_bit_whatever_comes_next(surprise, policy, device):
     assert all(torch.equal(a, b) for a, b in zip(plain, evicted, strict=True))
     if policy == "recompute" and device == "cpu":
         assert any(followed)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_under_a_routine_no_op_is_timed(monkeypatch):
+    chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    with delta.evict(activations="60%", policy=chosen, device="cpu") as run:
+        for _ in range(8):
+            trained([of_rows(16)])
+        engine, known = run._core.engine, run._core.engine.learner.profiles[0].graph.ops
+        timed = []
+        monkeypatch.setattr(run._core.clock, "start", lambda: timed.append(1))
+        loss = of_rows(16)(Branching())
+        recorded = list(engine.learner.log.ops)
+        assert engine.routine is not None and recorded and not timed
+        costs = {(op.name, op.cost_ns) for op in known}
+        assert all((op.name, op.cost_ns) in costs for op in recorded)
+        monkeypatch.undo()
+        loss.backward()
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -198,7 +198,7 @@ def changed(line: int, change: dict[str, Any] | None) -> str:
 @pytest.mark.parametrize(
     ("line", "change", "said"),
     [
-        (1, {"delta_trace": 5}, "line 1: delta_trace is 5; this version of Delta reads 1 to 4"),
+        (1, {"delta_trace": 6}, "line 1: delta_trace is 6; this version of Delta reads 1 to 5"),
         (1, {"bookkeeping": {}}, "line 1: the header has 'bookkeeping', which is unknown; known are name, evictable"),
         (1, {"delta_trace": 3, "bookkeeping": 3}, "line 1: the header: 'bookkeeping' is 3, must be an object"),
         (
@@ -221,6 +221,16 @@ def changed(line: int, change: dict[str, Any] | None) -> str:
         (1, {"link": [1]}, "line 1: the header: 'link' is [1], must be an object or null"),
         (1, {"link": {"out_bytes_per_s": 1}}, "line 1: 'link': 'in_bytes_per_s' is missing"),
         (1, {"link": {"out_bytes_per_s": 0, "in_bytes_per_s": 1, "interference": 0}}, "line 1: 'link' is {"),
+        (
+            1,
+            {"delta_trace": 5, "link": {"out_bytes_per_s": 1, "in_bytes_per_s": 1, "interference": 0, "copy_ns": -1}},
+            "line 1: 'link' is {",
+        ),
+        (
+            1,
+            {"delta_trace": 4, "link": {"out_bytes_per_s": 1, "in_bytes_per_s": 1, "interference": 0, "copy_ns": 1}},
+            "line 1: 'link' has 'copy_ns', which is unknown",
+        ),
         (1, {"link": {"out_bytes_per_s": 1, "in_bytes_per_s": 1, "interference": 2}}, "line 1: 'link' is {"),
         (1, {"link": {"out_bytes_per_s": "1"}}, "line 1: 'link': 'out_bytes_per_s' is '1', must be a finite number"),
         (3, {"ev": "jump"}, "line 3: 'ev' is 'jump'; known are constant, op, save, need, unsave, free, result, back"),

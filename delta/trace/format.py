@@ -45,7 +45,7 @@ from delta.trace.inventory import Inventory
 from delta.trace.source import Source
 from delta.types import Link
 
-VERSION = 4
+VERSION = 5
 VERSION_KEY = "delta_trace"
 _END = "end"
 
@@ -59,6 +59,7 @@ _SINCE: dict[int, dict[type[Event], set[str]]] = {
 _TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in KINDS.values()}
 HEADER = {"name": "str", "evictable": "str", "device": "str", "link": "link", "facts": "dict", "bookkeeping": "dict"}
 _HEADER_SINCE_3 = {"bookkeeping"}
+_LINK_SINCE_5 = {"copy_ns"}
 _IS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: type(value) is int and value >= 0,
     "float": lambda value: type(value) in (int, float) and math.isfinite(value),
@@ -107,7 +108,7 @@ def _lines(trace: Trace) -> Iterator[str]:
         "name": trace.name,
         "evictable": str(trace.evictable),
         "device": trace.device,
-        "link": None if trace.link is None else asdict(_link(asdict(trace.link))),
+        "link": None if trace.link is None else _told(_link(asdict(trace.link), VERSION)),
         "facts": trace.facts,
     }
     if trace.bookkeeping != FREE:
@@ -129,10 +130,18 @@ def _version(trace: Trace) -> int:
     found = {1}
     if trace.bookkeeping != FREE:
         found.add(3)
+    if trace.link is not None and trace.link.copy_ns:
+        found.add(5)
     for version, fields_of in _SINCE.items():
         if any(_given(event).keys() & fields_of[type(event)] for event in trace.events if type(event) in fields_of):
             found.add(version)
     return max(found)
+
+
+def _told(link: Link) -> dict[str, Any]:
+    """What the header says of the link."""
+    known = asdict(link)
+    return {name: value for name, value in known.items() if link.copy_ns or name not in _LINK_SINCE_5}
 
 
 def _given(event: Event) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def _header(header: dict[str, Any], source: Source) -> Trace:
         known = {name: kind for name, kind in HEADER.items() if version >= 3 or name not in _HEADER_SINCE_3}
         values = _checked(header, known, "the header", _HEADER_SINCE_3)
         evictable = _evictable(values["evictable"])
-        link = None if values["link"] is None else _link(values["link"])
+        link = None if values["link"] is None else _link(values["link"], version)
         if not all(isinstance(fact, str) for fact in values["facts"].values()):
             raise ValueError(f"'facts' is {values['facts']!r}, must have texts only")
         bookkeeping = Bookkeeping(**_bookkeeping(values.get("bookkeeping", {})))
@@ -187,9 +196,9 @@ def _evictable(given: str) -> Evictable:
     return Evictable(given)
 
 
-def _link(given: dict[str, Any]) -> Link:
-    known = {field.name: "float" for field in fields(Link)}
-    link = Link(**_checked(given, known, "'link'", {"copy_ns"}))
+def _link(given: dict[str, Any], version: int) -> Link:
+    known = {field.name: "float" for field in fields(Link) if version >= 5 or field.name not in _LINK_SINCE_5}
+    link = Link(**_checked(given, known, "'link'", _LINK_SINCE_5))
     if not min(link.out_bytes_per_s, link.in_bytes_per_s) > 0 or not 0 <= link.interference <= 1 or link.copy_ns < 0:
         raise ValueError(
             f"'link' is {given!r}: the speeds must be above 0, the interference a share, a copy's time 0 or more"
