@@ -220,7 +220,6 @@ class Engine:
     def leave_routine(self) -> None:
         """A call was another than the routine expected."""
         self.learner.leave_routine()
-        self.keeping.end()
 
     def op_timed(self, op: int, cost_ns: int) -> None:
         """How long an op took, where the device tells it only later."""
@@ -248,8 +247,6 @@ class Engine:
             self.learner.begin(self._recording)
             self.learner.standing_bytes = self.ledger.resident_bytes if self.ledger.left_over else 0
         self.learner.packed(signature, now_ns - self._lost_ns, look)
-        if self.learner.routine is None:
-            self.keeping.end()
         if begins and self.learner.plan is not None:
             self.totals.planned(self.planning.made > plans_before, self._clock() - began_ns)
         first = rec.saved_at < 0
@@ -307,7 +304,7 @@ class Engine:
         plan, by_order = self.learner.plan, self._recall.by_order
         if plan is None or order != len(by_order) or not self._room.has_for(plan, order, nbytes):
             return None
-        kept = Kept(key, new_id(), nbytes, order)
+        kept = Kept(key, new_id(), nbytes, order, now_ns)
         self.keeping.first(kept, signature, now_ns - self._lost_ns)
         by_order.append(kept.record)
         if self._headroom is not None:
@@ -332,16 +329,16 @@ class Engine:
         self.keeping.released(kept)
         return self._end_step(now_ns) if self.ledger.own_handles == 0 and self.learner.in_step else []
 
-    def list_kept(self, record: int, nbytes: int, order: int, stretch: int, now_ns: int) -> bool:
-        """A tensor that was only counted, on a storage of that save order, is looked after from here on. True if it is
-        the first one on its record: Delta holds the storage now."""
-        first = record not in self.ledger
+    def list_kept(self, kept: Kept, stretch: int) -> bool:
+        """A tensor that was only counted, saved in that stretch, is looked after from here on. True if it is the first
+        one on its record: Delta holds the storage now."""
+        first = kept.record not in self.ledger
         if first:
-            self.ledger.create(record, nbytes, Kind.ACTIVATION, now_ns)
-        self.ledger.save(record, order)
+            self.ledger.create(kept.record, kept.nbytes, Kind.ACTIVATION, kept.saved_ns)
+        self.ledger.save(kept.record, kept.order)
         if first:
-            self.ledger.hold(record)
-        self.ledger[record].stretch = stretch
+            self.ledger.hold(kept.record)
+        self.ledger[kept.record].stretch = stretch
         return first
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:

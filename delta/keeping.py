@@ -2,9 +2,9 @@
 
 Most saved tensors of a plan stay where they are. While a step follows its routine (`routine.py`) a storage of those has
 no record in the ledger, only a number in the order of the saves, its size, and how many saved tensors are on it. The
-runtime may find at any time that more has to be known: the step goes otherwise than planned, something has to be
-evicted that the plan had not named, an op writes into such a storage or is recorded as reading it. Then all of them get
-their records, as if they had been looked after from the start.
+runtime may find at any time that more has to be known: something has to be evicted that the plan had not named, an op
+writes into such a storage or is recorded as reading it, or it outlives its step. Then all of them get their records, as
+if they had been looked after from the start.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from delta.types import Kind
 class Kept:
     """A storage that is counted, and how many live saved tensors are on it."""
 
-    __slots__ = ("key", "listed", "nbytes", "order", "record", "users")
+    __slots__ = ("key", "listed", "nbytes", "order", "record", "saved_ns", "users")
 
-    def __init__(self, key: int, record: int, nbytes: int, order: int) -> None:
+    def __init__(self, key: int, record: int, nbytes: int, order: int, saved_ns: int) -> None:
         self.key = key  # what the runtime knows the storage by
         self.record = record  # its number in the ledger, as soon as it is listed there
         self.nbytes = nbytes
         self.order = order
+        self.saved_ns = saved_ns  # when it was saved first
         self.users = 0
         self.listed = False  # it has got its record: `users` is of the past
 

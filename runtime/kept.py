@@ -102,8 +102,7 @@ class KeptTensors:
         core, tensor = self._core, packed.tensor
         assert tensor is not None
         storage = tensor.untyped_storage()
-        now_ns = time.perf_counter_ns()
-        if self._engine.list_kept(kept.record, kept.nbytes, kept.order, packed.stretch, now_ns):
+        if self._engine.list_kept(kept, packed.stretch):
             core.slots[kept.record] = slot = Slot(core.track(storage, kept.record))
             slot.storage = storage
             if not packed.stays:
