@@ -74,7 +74,7 @@ class HotPath:
                 aligned([head, *rows], right=range(1, len(head)), rule=True),
                 f"ns for a decision to evict one of {EVICTED_FROM:,}: {self.decision_ns:.0f}",
                 "an op: recorded where the step is observed, passed through where it is planned; a pack and an unpack: "
-                "of one saved tensor, without the op; planned: of one that the plan keeps; small: of one too small to be "
+                "of one saved tensor, without the op; planned: of one that is kept; small: of one too small to be "
                 "evicted; over plain PyTorch, processor time",
             ]
         )
