@@ -160,7 +160,8 @@ STEADY = 8  # steps after which one follows its routine
 
 def loss_of(net: nn.Module, between: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
     torch.manual_seed(3)
-    loss: Tensor = net(torch.randn(16, 24), between).square().mean()
+    x = torch.randn(16, 24).to(next(net.parameters()).device)
+    loss: Tensor = net(x, between).square().mean()
     return loss
 
 
@@ -170,13 +171,13 @@ def gradients(net: nn.Module) -> list[Tensor]:
     return found
 
 
-def fresh() -> Net:
+def fresh(device: str = "cpu") -> Net:
     torch.manual_seed(1)
-    return Net()
+    return Net().to("cpu" if device.startswith("chaos") else device)
 
 
-def plain(between: Callable[[int, Tensor], Tensor] | None = None) -> list[Tensor]:
-    net = fresh()
+def plain(between: Callable[[int, Tensor], Tensor] | None = None, device: str = "cpu") -> list[Tensor]:
+    net = fresh(device)
     loss_of(net, between).backward()
     return gradients(net)
 
@@ -202,10 +203,10 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("device", ["cpu", "chaos:3"])
+@pytest.mark.parametrize("device", ["cpu", "chaos:3", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("policy", ["recompute", "delta", "swap"])
 def test_most_of_a_known_step_is_only_counted(policy: str, device: str) -> None:
-    expected, net = plain(), fresh()
+    expected, net = plain(device=device), fresh(device)
     with steady(net, policy, device) as core:
         before = core.engine.finished_steps, core.engine.totals.steps
         loss = loss_of(net)
