@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
-from delta.routine import Call, Routine, kept_of, ways_of
+from delta.routine import Call, Routine, kept_of, only_counted, ways_of
 from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
@@ -404,6 +404,13 @@ class Learner:
         if profile is None or profile.plan is None or not self.selective:
             return None
         return ways_of([(None, op) for op in range(len(profile.graph.ops))], profile.graph, profile.plan)
+
+    def steady_kept(self) -> set[int]:
+        """The save orders that are only counted in such steps."""
+        profile = self._before
+        if profile is None or profile.plan is None or not self.selective:
+            return set()
+        return only_counted(profile.graph, profile.plan)
 
     def actions_for(self, graph: StepGraph) -> tuple[Action, ...]:
         """Those of the plan followed so far in steps like this; empty where there is none."""

@@ -78,19 +78,23 @@ def kept_of(log: StepLog, graph: StepGraph, plan: Plan) -> tuple[int, ...]:
 
     Not where all saved tensors on a storage died and another came: who only counts them takes that for a new storage.
     """
+    released = Counter(order for order, _ in log.releases)
+    kept = {order for order in only_counted(graph, plan) if released[order] == 1}
+    return tuple(order if order in kept else -1 for order in log.orders)
+
+
+def only_counted(graph: StepGraph, plan: Plan) -> set[int]:
+    """The save orders of what the plan keeps and no replay reads."""
     asked_for = {order for going in plan.evictions.values() for order, _ in going}
     read = {node for op in _replayed(graph, plan) for node in graph.ops[op].inputs}
-    released = Counter(order for order, _ in log.releases)
-    kept = {
+    return {
         order
         for order, action in enumerate(plan.actions)
         if action is Action.KEEP
         and order not in asked_for
-        and released[order] == 1
         and graph.saved[order] not in read
         and graph.nodes[graph.saved[order]].nbytes
     }
-    return tuple(order if order in kept else -1 for order in log.orders)
 
 
 def _replayed(graph: StepGraph, plan: Plan) -> set[int]:
