@@ -289,12 +289,11 @@ class Engine:
             self.learner.not_encodable(rec.id)
         return out
 
-    def keep(self, key: int, signature: int, nbytes: int, new_id: Callable[[], int], now_ns: int) -> Kept | None:
-        """Autograd saves a tensor on a storage that has no record, known by `key`. None if more has to be done than to
-        count its bytes, or room be made: then that is what `saved` is for."""
-        order = self.learner.keeps(signature)
-        if order < 0:
-            return None
+    def keep(
+        self, order: int, key: int, signature: int, nbytes: int, new_id: Callable[[], int], now_ns: int
+    ) -> Kept | None:
+        """Autograd saves a tensor on a storage that has no record, known by `key`. `order`: what `Learner.keeps` said.
+        None if more has to be done than to count its bytes, or room be made: then that is what `saved` is for."""
         kept = self.keeping.storages.get(key)
         if kept is not None:
             if kept.order != order:
@@ -328,18 +327,6 @@ class Engine:
         """A saved tensor on a kept storage died."""
         self.keeping.released(kept)
         return self._end_step(now_ns) if self.ledger.own_handles == 0 and self.learner.in_step else []
-
-    def list_kept(self, kept: Kept, stretch: int) -> bool:
-        """A tensor that was only counted, saved in that stretch, is looked after from here on. True if it is the first
-        one on its record: Delta holds the storage now."""
-        first = kept.record not in self.ledger
-        if first:
-            self.ledger.create(kept.record, kept.nbytes, Kind.ACTIVATION, kept.saved_ns)
-        self.ledger.save(kept.record, kept.order)
-        if first:
-            self.ledger.hold(kept.record)
-        self.ledger[kept.record].stretch = stretch
-        return first
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""

@@ -42,7 +42,7 @@ class Keeping:
         self._ledger, self._learner = ledger, learner
         self.storages: dict[int, Kept] = {}
         self.give_records: Callable[[], None] = _nobody
-        """The runtime's: calls `list_all` and tells the ledger of each saved tensor."""
+        """The runtime's: calls `list_all`, and `list_tensor` for each saved tensor that lives."""
 
     def end(self) -> None:
         """From here on more than bytes may be asked for."""
@@ -79,3 +79,15 @@ class Keeping:
             kept.listed = True
             self._ledger.uncount(kept.nbytes, kept.users)
         self.storages.clear()
+
+    def list_tensor(self, kept: Kept, stretch: int) -> bool:
+        """A tensor that was only counted, saved in that stretch, is looked after from here on. True if it is the first
+        one on its record: Delta holds the storage now."""
+        ledger, first = self._ledger, kept.record not in self._ledger
+        if first:
+            ledger.create(kept.record, kept.nbytes, Kind.ACTIVATION, kept.saved_ns)
+        ledger.save(kept.record, kept.order)
+        if first:
+            ledger.hold(kept.record)
+        ledger[kept.record].stretch = stretch
+        return first

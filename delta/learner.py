@@ -59,6 +59,11 @@ class Profile:
     beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
     planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
 
+    @property
+    def loose(self) -> bool:
+        """Whether its plan may be made tighter still."""
+        return self.tightened < TIGHTENINGS and self.squeeze > TIGHTEST
+
 
 @dataclass(slots=True)
 class Learner:
@@ -360,8 +365,8 @@ class Learner:
             known = profile.plan
             self._review(profile, peak_bytes, limit_bytes, beside)
             settled = profile.plan is known and self._settled(profile, strays)
-            over = limit_bytes is not None and peak_bytes > limit_bytes and profile.tightened < TIGHTENINGS
-            profile.ways = self._ways(profile) if settled and not over else None
+            over = limit_bytes is not None and peak_bytes > limit_bytes
+            profile.ways = self._ways(profile) if settled and not (over and profile.loose) else None
         self._expect(profile)
 
     def _settled(self, profile: Profile, strays: Mapping[int, Action]) -> bool:
@@ -478,10 +483,10 @@ class Learner:
         if rise_bytes > MOVED * limit_bytes and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             again = True
-        elif peak_bytes > limit_bytes and not exact and profile.tightened < TIGHTENINGS:
-            before, profile.squeeze = profile.squeeze, max(TIGHTEST, profile.squeeze * limit_bytes / peak_bytes)
-            again = again or profile.squeeze < before
-            profile.tightened = profile.tightened + 1 if profile.squeeze < before else TIGHTENINGS
+        elif peak_bytes > limit_bytes and not exact and profile.loose:
+            profile.tightened += 1
+            profile.squeeze = max(TIGHTEST, profile.squeeze * limit_bytes / peak_bytes)
+            again = True
         room_bytes = limit_bytes + fall_bytes
         if room_bytes > ROOMIER * profile.planned_for_bytes and profile.relaxed < TIGHTENINGS:
             profile.relaxed += 1

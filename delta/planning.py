@@ -69,13 +69,11 @@ class Planning:
     def amend(self, plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan:
         """The plan in which the storages `gone`, by save order, go as well when they have been saved. The plan itself
         where it has them go already, or says when storages go after that."""
-        actions = list(plan.actions)
-        for order, action in gone.items():
-            if actions[order] is Action.KEEP:
-                actions[order] = action
-        if plan.evictions or plan.moves or tuple(actions) == plan.actions:
+        kept = (order for order, action in enumerate(plan.actions) if action is Action.KEEP)
+        more = {order: gone[order] for order in kept if order in gone}
+        if plan.evictions or plan.moves or not more:
             return plan
-        return plan_of(graph, self._link, actions)
+        return plan_of(graph, self._link, [more.get(order, action) for order, action in enumerate(plan.actions)])
 
     def heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:
         """The plan after a step in which backward waited for the copies back of the save orders `late`."""

@@ -65,9 +65,12 @@ class KeptTensors:
             return None
         signature = signature_of(tensor, nbytes)
         with core.briefly:
+            order = engine.learner.keeps(signature)
+            if order < 0:
+                return None
             core.device.computes()
             core.look_closely()
-            kept = engine.keep(key, signature, nbytes, core.next_id, time.perf_counter_ns())
+            kept = engine.keep(order, key, signature, nbytes, core.next_id, time.perf_counter_ns())
             if kept is None:
                 return None
             packed = KeptTensor(core, kept, tensor, engine.step_ends.stretch, engine.stays(nbytes))
@@ -102,7 +105,7 @@ class KeptTensors:
         core, tensor = self._core, packed.tensor
         assert tensor is not None
         storage = tensor.untyped_storage()
-        if self._engine.list_kept(kept, packed.stretch):
+        if self._engine.keeping.list_tensor(kept, packed.stretch):
             core.slots[kept.record] = slot = Slot(core.track(storage, kept.record))
             slot.storage = storage
             if not packed.stays:

@@ -201,6 +201,7 @@ def test_a_plan_is_amended_by_what_is_not_in_it_yet():
     amended = planning.amend(plan, graph, {0: SWAP, 1: RECOMPUTE})
     assert amended.actions == (SWAP, SWAP, KEEP)
     assert amended.swap_bytes == 16 and set(sum(amended.prefetch.values(), ())) == {0, 1}
+    assert planning.amend(plan, graph, {7: SWAP}) is plan, "the step it is for had fewer"
     later = replace(plan, evictions={0: ((2, SWAP),)})
     assert planning.amend(later, graph, {0: SWAP}) is later, "its actions are not all that it says"
 
