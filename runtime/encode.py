@@ -61,7 +61,8 @@ class Encoder:
         began_ns = core.begins()
         core.device.meet()
         try:
-            form = slot.codec.encode(slot.storage)
+            with torch._C._DisableTorchDispatch():  # it takes many small ops, and each would pass the recorder
+                form = slot.codec.encode(slot.storage)
         except torch.OutOfMemoryError:
             form = None
         core.waited(record, began_ns, "encode")

@@ -154,7 +154,8 @@ class CudaCard:
         return torch.UntypedStorage(nbytes, device=self.torch_device)
 
     def share_with(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        as_bytes(storage).record_stream(cast(torch.cuda.Stream, stream))
+        with torch._C._DisableTorchDispatch():
+            as_bytes(storage).record_stream(cast(torch.cuda.Stream, stream))
 
     def allocated_bytes(self) -> int:
         return self.memory_use().now_bytes
