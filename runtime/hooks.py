@@ -2,10 +2,10 @@
 
 `pack` gives back a `Handle`, which knows the record and how the tensor looks at it; a `Watched` or `KeptTensor`, which
 is the tensor itself in a step that fits, and in a planned one that keeps it; or a `Passed`, the tensor itself where
-Delta leaves it alone. With hooks installed
-autograd no longer checks for changes in place; all keep the version the tensor was saved at and raise autograd's own
-complaint (rule 3). A handle keeps the tensor's version counter without its bytes, and what it unpacks counts on it: a
-backward that writes into what it saved is noticed by the next one that reads it.
+Delta leaves it alone. With hooks installed autograd no longer checks for changes in place; all keep the version the
+tensor was saved at and raise autograd's own complaint (rule 3). A handle keeps the tensor's version counter without its
+bytes, and what it unpacks counts on it: a backward that writes into what it saved is noticed by the next one that reads
+it.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ class Hooks:
                 self._take_over()
                 core.raise_warnings()
             return watched
-        if (keeps := core.keeps) and (kept := core.kept.pack(tensor)) is not None:
+        if core.keeps and (kept := core.kept.pack(tensor)) is not None:
             return kept
         handle = self._handle(tensor, tensor._version)
-        if not keeps or not core.keeps:  # else the recorder is on, and wanted
-            core.at_pack()
+        core.at_pack()
         core.raise_warnings()
         return handle
 

@@ -38,6 +38,9 @@ class KeptTensor:
 
     def done(self) -> None:
         """Backward is done with it, though it still lives, and what that lets go of has gone. Nobody may ask again."""
+        if self.taken is not None:
+            self.taken.done()
+            return
         kept, self.kept, self.tensor = self.kept, None, None
         assert kept is not None
         with self.core.entered():

@@ -474,3 +474,28 @@ def test_what_was_let_go_of_there_cannot_be_asked_for_again() -> None:
         packed.done()
         with pytest.raises(DeltaError, match="was let go of within the backward of its convolution"):
             loss.backward()
+
+
+def test_what_has_got_its_record_is_let_go_of_there() -> None:
+    net = fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        packed = core.kept._tensors[-1]()
+        assert packed is not None
+        core.rescue()
+        handles = core.engine.ledger.own_handles
+        packed.done()
+        assert core.engine.ledger.own_handles == handles - 1
+        counted(core)
+        with pytest.raises(DeltaError, match="was let go of within the backward of its convolution"):
+            loss.backward()
+
+
+def test_in_forward_of_a_known_step_the_device_may_refuse_memory_as_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, asked = fresh(), []
+    with steady(net) as core:
+        monkeypatch.setattr(core.device, "enforce", asked.append)
+        loss = loss_of(net)
+        assert counted(core) and asked and all(asked)
+        loss.backward()
+        assert not asked[-1]
