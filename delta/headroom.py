@@ -79,10 +79,10 @@ class HeadRoom:
     def looked(self, now_bytes: int, peak_bytes: int) -> None:
         """The device has `now_bytes` in use, and had up to `peak_bytes` since the last look, by the program's work."""
         resident_bytes = self._ledger.resident_bytes
-        self._used(peak_bytes, resident_bytes)
+        # Saved tensors die while backward goes on: the peak may have been before that. In forward none do.
+        backward = self._at is self.measured.needs
+        self._used(peak_bytes, max(resident_bytes, self._resident_bytes) if backward else resident_bytes)
         if self._at is not None:
-            # Saved tensors die while backward goes on: the peak may have been before that. In forward none do.
-            backward = self._at is self.measured.needs
             working_bytes = self._at.reached(peak_bytes - (self._resident_bytes if backward else resident_bytes))
             self._working_bytes = max(self._working_bytes, working_bytes)
         self._level(now_bytes, resident_bytes)

@@ -269,6 +269,15 @@ def test_only_what_is_over_the_budget_is_kept_free_where_nothing_is_known():
     assert budget.other_bytes == 750
 
 
+def test_in_backward_a_peak_was_there_beside_what_has_died_since():
+    headroom, ledger, budget = a_headroom(resident_bytes=500)
+    headroom.looked(700, 700)
+    headroom.needed()
+    ledger.resident_bytes = 100
+    headroom.looked(300, 950)
+    assert budget.other_bytes == 950 - 500
+
+
 def test_beside_of_two_steps():
     one, two = Beside(Track([1], [3]), Track([2], [0])), Beside(Track([4], [1]), Track([5], [6]))
     assert two.after(one) == Beside(Track([4], [3]), Track([5], [6]))
