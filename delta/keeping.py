@@ -1,10 +1,10 @@
 """What a step that goes as planned keeps anyway, and no replay reads: its bytes are counted, and nothing else is done.
 
 Most saved tensors of a plan stay where they are. While a step follows its routine (`routine.py`) a storage of those has
-no record in the ledger, only a number in the order of the saves, its size, and how many saved tensors are on it. The
-runtime may find at any time that more has to be known: something has to be evicted that the plan had not named, an op
-writes into such a storage or is recorded as reading it, or it outlives its step. Then all of them get their records, as
-if they had been looked after from the start.
+no record in the ledger, only a number in the order of the saves, its size, and how many saved tensors are on it. More
+has to be known when something has to be evicted that the plan had not named, when an op that is looked at writes or
+reads such a storage, and when one outlives its step. Then all of them get their records, as if they had been looked
+after from the start.
 """
 
 from __future__ import annotations

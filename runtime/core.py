@@ -248,11 +248,6 @@ class Core:
         """Whether the storage with that identity has a record now."""
         return key in self._records
 
-    def minds(self, tensor: Tensor) -> bool:
-        """Whether a write into the tensor's storage has to be seen."""
-        key = tensor.untyped_storage()._cdata
-        return key in self._records or key in self.engine.keeping.storages
-
     def record_of(self, tensor: Tensor) -> int | None:
         """The record of an op's input; one seen for the first time is a source or a parameter.
 

@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
         written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
-        if not keep_track and not any(core.minds(tensor) for tensor in written):
+        if not keep_track and not any(core.has_record(tensor.untyped_storage()._cdata) for tensor in written):
             return self._pass(func, args, kwargs)
         with core.entered():
             preserved = core.writes.begin(written)

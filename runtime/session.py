@@ -50,7 +50,8 @@ SAMPLE_S = 0.05
 INTERFERENCE = {"cpu": 1.0, "chaos": 0.3, "cuda": 0.02}
 SPARE_CORE_INTERFERENCE = 0.5
 # What a copy takes from compute beside that. On a card it is the host's time, which counts where the host is behind: an
-# eviction and a return each take it a tenth of a millisecond or more, and plans with hundreds of them put it there.
+# eviction and a return each take it about a tenth of a millisecond, and plans with hundreds of them put it there. An
+# estimate: no card has told.
 COPY_NS = {"cpu": 0, "chaos": 0, "cuda": 50_000}
 # What torch.func answers to hooks asks the user to report it to PyTorch; it says nothing of Delta.
 _HOOKS_REFUSED = (

@@ -209,15 +209,27 @@ def test_most_of_a_known_step_is_only_counted(policy: str, device: str) -> None:
     expected, net = plain(device=device), fresh(device)
     with steady(net, policy, device) as core:
         before = core.engine.finished_steps, core.engine.totals.steps
+        room, refused = core.engine._room, {0}  # the first one begins the step
+        has_for = room.has_for
+
+        def noted(plan: Any, order: int, nbytes: int) -> bool:
+            if not (has := has_for(plan, order, nbytes)):
+                refused.add(order)
+            return has
+
+        room.has_for = noted  # type: ignore[method-assign]
+        routine = core.engine.routine
+        assert routine is not None
         loss = loss_of(net)
         kept = counted(core)
+        orders = {each.order for each in core.engine.keeping.storages.values()}
+        assert orders and orders == set(routine.kept) - {-1} - refused
         resident = core.engine.ledger.resident_bytes
         peak = core.engine.step_peak_bytes
         listed = {rec.id for rec in core.engine.ledger.records.values() if rec.handles}
         assert 0 < len(listed) < core.engine.learner.packs
         assert not listed & {each.record for each in core.engine.keeping.storages.values()}
         loss.backward()
-        assert kept > 4
         assert kept * 16 * 24 * 4 <= resident <= peak <= 1.01 * (core.engine.limit_bytes or 0)
         assert counted(core) == 0
         assert (core.engine.finished_steps, core.engine.totals.steps) == (before[0], before[1] + 1)
