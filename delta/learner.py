@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
-from delta.routine import Call, Routine, kept_of, only_counted, ways_of
+from delta.routine import Call, Routine, Way, only_counted, routine_of, ways_of
 from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
@@ -52,8 +52,7 @@ class Profile:
     aim_bytes: int = 0  # what the plan was allowed to take
     planned_graph: StepGraph | None = None  # what the plan was made from
     calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
-    ways: bytes | None = None  # how they are recorded from now on; None: all of them are
-    kept: tuple[int, ...] = ()  # by pack: the save order of what need only be counted then, or -1
+    routine: Routine | None = None  # how steps go from now on; None: all of their calls are recorded
     strays: Mapping[int, Action] = field(default_factory=dict)  # of the last step: evicted, and not named by the plan
     then: Profile | None = None  # the kind of step that came after the last one of this kind
     beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
@@ -90,6 +89,7 @@ class Learner:
     selective: bool = True  # whether routines are followed at all
     _routine_of: Profile | None = None
     _left_midway: bool = False  # the routine of this step was left after some calls
+    _recorded_so_far: bool = False  # at the first save of this step, if the routine has let no call pass since
     _before: Profile | None = None  # the kind of step that ended last
 
     @property
@@ -164,6 +164,8 @@ class Learner:
             self._give_up()
         if self.given_up:
             return
+        if not self.packs:
+            self.log.calls_before = len(self.log.calls)
         key = self._key(signature, look)
         self.log.signatures.append(key)
         self.packs += 1
@@ -202,13 +204,16 @@ class Learner:
     def begin(self, recording: bool) -> None:
         """The first tensor of a step is about to be packed. `recording`: the recorder has been on since the last step
         ended."""
-        self.recorded = recording and self.routine is None and not self._left_midway
+        self._recorded_so_far = recording and not self._left_midway
+        self.recorded = self._recorded_so_far and self.routine is None
 
     def leave_routine(self) -> None:
         """The step goes otherwise: it is recorded from here on."""
         routine, self.routine = self.routine, None
         if routine is not None and routine.begun:
             self._left_midway, self.recorded = True, False
+        elif self.in_step:
+            self.recorded = self._recorded_so_far
 
     def _give_up(self) -> None:
         """Follow this step no further: its log would grow for as long as the program runs."""
@@ -366,7 +371,7 @@ class Learner:
             self._review(profile, peak_bytes, limit_bytes, beside)
             settled = profile.plan is known and self._settled(profile, strays)
             over = limit_bytes is not None and peak_bytes > limit_bytes
-            profile.ways = self._ways(profile) if settled and not (over and profile.loose) else None
+            profile.routine = self._routine(profile) if settled and not (over and profile.loose) else None
         self._expect(profile)
 
     def _settled(self, profile: Profile, strays: Mapping[int, Action]) -> bool:
@@ -380,16 +385,15 @@ class Learner:
         known, profile.plan = profile.plan, self.amend(profile.plan, profile.graph, strays)
         return profile.plan is known
 
-    def _ways(self, profile: Profile) -> bytes | None:
-        """How to record steps of this kind after one that went as planned."""
+    def _routine(self, profile: Profile) -> Routine | None:
+        """How steps of this kind go after one that went as planned."""
         if not self.recorded:
-            return profile.ways
+            return profile.routine
         if not self.selective or profile.refined < REFINEMENTS or tuple(self.log.calls) != profile.calls:
             return None
         if profile.plan is None:
             return None
-        profile.kept = kept_of(self.log, profile.graph, profile.plan)
-        return ways_of(profile.calls, profile.graph, profile.plan)
+        return routine_of(self.log, profile.graph, profile.plan)
 
     def _expect(self, profile: Profile | None) -> None:
         """A step of this kind has ended: the next one will be of the kind that came after it the last time."""
@@ -398,11 +402,11 @@ class Learner:
         self._before = profile
         following = profile and (profile.then or profile)
         self._routine_of, self.routine = following, None
-        if following is not None and following.ways is not None and not self.missed:
-            costs_ns = [op.cost_ns for op in following.graph.ops]
-            self.routine = Routine(following.calls, following.ways, following.kept, costs_ns)
+        if following is not None and following.routine is not None and not self.missed:
+            self.routine = following.routine
+            self.routine.restart()
 
-    def steady_ways(self) -> bytes | None:
+    def steady_ways(self) -> list[Way] | None:
         """How the ops told of are recorded in a step like the last one, once such steps go as planned; None: all are in
         full."""
         profile = self._before
@@ -429,7 +433,7 @@ class Learner:
 
     def follow(self, profile: Profile, plan: Plan) -> None:
         """Steps of this kind go by another plan from here on: what it replays has to be recorded."""
-        profile.plan, profile.ways = plan, None
+        profile.plan, profile.routine = plan, None
         if self._routine_of is profile:
             self.leave_routine()
 

@@ -3,12 +3,16 @@
 A step that has gone as planned will go so again. Then most of its ops need no recipe, and the recorder lets them pass
 after one look at what they are: a `Routine` knows the calls of the step in their order, and for each one the `Way` it
 takes. A call that is another than the one expected ends the routine: from there on everything is recorded.
+
+Before its first save a step may do things that the next one like it does not: what is logged now and then, what comes
+after the optimizer and so in one of several steps that accumulate gradients. There only the calls that something saved
+is made from have to come, and one that a routine does not know ends nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 
 from delta.planner import Plan, StepGraph
@@ -30,17 +34,31 @@ class Way(IntEnum):
 class Routine:
     """The calls of a step, one after the other."""
 
-    __slots__ = ("_at", "_calls", "_costs_ns", "_ops", "_ways", "kept")
+    __slots__ = ("_asked", "_at", "_before", "_calls", "_costs_ns", "_optional", "kept", "ways")
 
     def __init__(
-        self, calls: Sequence[Call], ways: bytes, kept: Sequence[int] = (), costs_ns: Sequence[int] = ()
+        self,
+        calls: Sequence[Call],
+        ways: Sequence[Way],
+        kept: Sequence[int] = (),
+        costs_ns: Sequence[int] = (),
+        before: int = 0,
+        optional: Collection[int] = (),
     ) -> None:
         """`kept`: by saved tensor, the save order of a storage that need only be counted; -1 where more is done.
-        `costs_ns`: how long the ops of the step take."""
-        self._calls, self._ways = [call for call, _ in calls], ways
-        self._ops, self._costs_ns = [op for _, op in calls], costs_ns
-        self._at = 0
+        `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
+        these the `optional` ones, by their position, may stay away."""
+        self._calls = [call for call, _ in calls]
+        self._costs_ns = [costs_ns[op] if 0 <= op < len(costs_ns) else None for _, op in calls]
+        self._before, self._optional = before, frozenset(optional)
+        self.ways = list(ways)
         self.kept = kept
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step begins."""
+        self._at = 0
+        self._asked: int | None = None
 
     @property
     def begun(self) -> bool:
@@ -49,27 +67,50 @@ class Routine:
     def way(self, call: object) -> Way | None:
         """The way of the next call; None where another one was expected."""
         at = self._at
-        if at == len(self._calls) or self._calls[at] is not call:
-            return None
-        self._at = at + 1
-        return _WAYS[self._ways[at]]
+        while at == len(self._calls) or self._calls[at] is not call:
+            if at >= self._before or at not in self._optional:
+                self._asked = None
+                return None
+            at += 1
+        self._at, self._asked = at + 1, at
+        return self.ways[at]
 
     @property
     def cost_ns(self) -> int | None:
         """How long the call that `way` was last asked about takes, as far as it is known."""
-        op = self._ops[self._at - 1]
-        return self._costs_ns[op] if 0 <= op < len(self._costs_ns) else None
+        return self._costs_ns[self._asked] if self._asked is not None else None
 
 
-_WAYS = tuple(Way)
+def routine_of(log: StepLog, graph: StepGraph, plan: Plan) -> Routine:
+    """How steps like the one that `log` and `graph` tell of go by `plan`."""
+    costs_ns = [op.cost_ns for op in graph.ops]
+    before, ways = log.calls_before, ways_of(log.calls, graph, plan)
+    return Routine(log.calls, ways, kept_of(log, graph, plan), costs_ns, before, _optional(log.calls[:before], graph))
 
 
-def ways_of(calls: Sequence[Call], graph: StepGraph, plan: Plan) -> bytes:
+def _optional(calls: Sequence[Call], graph: StepGraph) -> list[int]:
+    """The positions of those that nothing saved is made from."""
+    makers = _makers_of(graph, graph.saved)
+    return [position for position, (_, op) in enumerate(calls) if op not in makers]
+
+
+def _makers_of(graph: StepGraph, nodes: Iterable[int]) -> set[int]:
+    """The ops that these storages are made by, and those that make what they read, and so on."""
+    found: set[int] = set()
+    todo = list(nodes)
+    while todo:
+        op = graph.nodes[todo.pop()].op
+        if op is not None and op not in found:
+            found.add(op)
+            todo += graph.ops[op].inputs
+    return found
+
+
+def ways_of(calls: Sequence[Call], graph: StepGraph, plan: Plan) -> list[Way]:
     """The way of each call in a step like `graph` that follows `plan`."""
     replayed = _replayed(graph, plan)
     read = {graph.nodes[node].op for op in replayed for node in graph.ops[op].inputs}
-    ways = (Way.RECORD if op in replayed else Way.TRACK if op in read else Way.PASS for _, op in calls)
-    return bytes(ways)
+    return [Way.RECORD if op in replayed else Way.TRACK if op in read else Way.PASS for _, op in calls]
 
 
 def kept_of(log: StepLog, graph: StepGraph, plan: Plan) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ class OpFacts:
     statistics: tuple[int, ...]
     training: int | None
     view: bool  # its results share an input's storage and nothing is written
+    idle: bool  # a view, or it gives no tensor at all (a number, a mark for the profiler) and writes none
 
     @property
     def writes(self) -> bool:
@@ -115,6 +116,7 @@ def facts_of(func: OpOverload) -> OpFacts:
     if func.namespace == "aten" and short in _UPDATES_STATISTICS:
         statistics = tuple(names.index(name) for name in ("running_mean", "running_var") if name in names)
     aliases = [result.alias_info for result in schema.returns]
+    view = bool(aliases) and not mutates and all(alias is not None and not alias.is_write for alias in aliases)
     tags = set(func.tags)
     may = (
         func.namespace == "aten"
@@ -135,5 +137,6 @@ def facts_of(func: OpOverload) -> OpFacts:
         mutates=tuple(mutates),
         statistics=statistics,
         training=names.index("training") if statistics and "training" in names else None,
-        view=bool(aliases) and not mutates and all(alias is not None and not alias.is_write for alias in aliases),
+        view=view,
+        idle=view or not (mutates or statistics or any("Tensor" in str(result.type) for result in schema.returns)),
     )

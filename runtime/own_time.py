@@ -84,7 +84,7 @@ class TimedRecorder(Recorder):
 def _note(own: OwnTime, func: OpOverload, took_ns: int, followed: bool) -> None:
     if torch._C._current_graph_task_id() != -1:
         own.needs_ns += took_ns  # backward runs because something was saved
-    elif facts_of(func).view or followed:
+    elif facts_of(func).idle or followed:
         own.passed += 1
         own.passed_ns += took_ns
     else:

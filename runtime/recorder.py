@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
         if self._core.inside() or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         facts = facts_of(func)
-        if facts.view:
+        if facts.idle:
             return func(*args, **kwargs)
         backward = torch._C._current_graph_task_id() != -1
         if not backward and torch.is_grad_enabled():
@@ -87,11 +87,10 @@ class Recorder(TorchDispatchMode):
         if routine is None:
             return Way.RECORD
         way = routine.way(func)
-        if way is None:
+        if way is None and core.engine.learner.in_step:
             with core.entered():
                 core.engine.leave_routine()
-            return Way.RECORD
-        return way
+        return way if way is not None else Way.RECORD
 
     def _watch(
         self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool

@@ -106,7 +106,7 @@ def test_under_a_routine_a_call_is_recorded_tracked_or_passed(core):
     with Recorder(core):
         observed = x.sin(), x.cos(), x.exp()
     calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
-    core.engine.learner.routine = Routine(calls, bytes([Way.PASS, Way.TRACK, Way.RECORD]))
+    core.engine.learner.routine = Routine(calls, [Way.PASS, Way.TRACK, Way.RECORD])
     with Recorder(core):
         passed, tracked, recorded = x.sin(), x.cos(), x.exp()
     assert record(core, passed) is None
@@ -114,6 +114,25 @@ def test_under_a_routine_a_call_is_recorded_tracked_or_passed(core):
     assert record(core, recorded).op is not None
     assert names(core) == ["aten.sin", "aten.cos", "aten.exp", "aten.exp"]
     assert all(record(core, value).op is not None for value in observed)
+
+
+def test_what_makes_no_tensor_ends_no_routine(core):
+    """Within the step: a number is asked for now and then, a part of it is named for the profiler."""
+    x = torch.randn(4, 6)
+    number = torch.tensor(3.0)
+    with Recorder(core):
+        made = [x.sin(), x.cos()]
+    calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
+    core.engine.learner.routine = routine = Routine(calls, [Way.PASS, Way.RECORD])
+    core.engine.learner.begin(recording=True)
+    core.engine.learner.packed(0, 0)
+    with Recorder(core):
+        made.append(x.sin())
+        assert number.item() == 3
+        with torch.profiler.record_function("a part"):
+            made.append(x.cos())
+    assert core.engine.routine is routine
+    assert names(core) == ["aten.sin", "aten.cos", "aten.cos"]
 
 
 def test_a_write_under_a_routine_ends_a_version_all_the_same(core):
@@ -127,7 +146,7 @@ def test_a_write_under_a_routine_ends_a_version_all_the_same(core):
     with Recorder(core):
         versions()
     calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
-    core.engine.learner.routine = Routine(calls, bytes([Way.RECORD, Way.PASS]))
+    core.engine.learner.routine = Routine(calls, [Way.RECORD, Way.PASS])
     with Recorder(core):
         before, after = versions()
     assert before is not None
@@ -140,7 +159,7 @@ def test_the_program_s_own_op_is_not_delta_s_overhead(core, way, monkeypatch):
     with Recorder(core):
         x.sin()
     calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
-    core.engine.learner.routine = Routine(calls, bytes([way]))
+    core.engine.learner.routine = Routine(calls, [way])
     run, left_out_ns = core._outside, []
 
     def slowly(func, args, kwargs):

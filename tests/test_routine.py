@@ -19,7 +19,7 @@ from delta.config import Policy
 from delta.learner import NONE, REFINEMENTS, TIGHTENINGS, Learner
 from delta.planner.steplog import Plan, StepGraph, build_graph
 from delta.planning import Planning
-from delta.routine import Routine, Way, ways_of
+from delta.routine import Routine, Way, routine_of, ways_of
 from delta.types import Action, Kind, Link
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
@@ -39,7 +39,7 @@ def chain(saved: list[int]) -> StepGraph:
 
 def ways(saved: list[int], actions: list[Action]) -> list[Way]:
     calls = [(f"call {i}", i) for i in range(5)]
-    return [Way(way) for way in ways_of(calls, chain(saved), plan_of(actions))]
+    return ways_of(calls, chain(saved), plan_of(actions))
 
 
 P, T, R = Way.PASS, Way.TRACK, Way.RECORD
@@ -75,12 +75,12 @@ def test_a_stand_in_wants_its_recipe_as_a_dropped_storage_does():
             replace(encoded, stand_in=stand_in) if number == graph.saved[1] else node
             for number, node in enumerate(graph.nodes)
         )
-        assert ways_of(calls, replace(graph, nodes=nodes), plan_of([KEEP, ENCODE])) == bytes(expected)
+        assert ways_of(calls, replace(graph, nodes=nodes), plan_of([KEEP, ENCODE])) == expected
 
 
 def test_calls_that_made_nothing_pass():
     calls = [("made nothing", -1), ("call", 0)]
-    assert ways_of(calls, chain([1]), plan_of([RECOMPUTE])) == bytes([Way.PASS, Way.RECORD])
+    assert ways_of(calls, chain([1]), plan_of([RECOMPUTE])) == [Way.PASS, Way.RECORD]
 
 
 def test_encoding_asks_for_the_ops_whose_results_were_overwritten():
@@ -88,17 +88,43 @@ def test_encoding_asks_for_the_ops_whose_results_were_overwritten():
     ops = [an_op(100, [0], [1]), an_op(101, [1], [2], overwrites=(1,)), an_op(102, [2], [3], overwrites=(2,))]
     log = a_log(ops, dict.fromkeys(range(4), 8), [(3, 5, 3)], [(0, 9)], [(0, 1)], 20, {0: Kind.SOURCE})
     calls = [("empty", 0), ("bernoulli", 1), ("div", 2)]
-    assert ways_of(calls, build_graph(log, 0), plan_of([ENCODE])) == bytes([R, R, R])
+    assert ways_of(calls, build_graph(log, 0), plan_of([ENCODE])) == [R, R, R]
 
 
 def test_a_routine_knows_its_calls_and_no_others():
-    routine = Routine([("a", 0), ("b", 1)], bytes([Way.PASS, Way.RECORD]))
+    routine = Routine([("a", 0), ("b", 1)], [Way.PASS, Way.RECORD])
     assert not routine.begun
     assert routine.way("a") is Way.PASS
     assert routine.begun
     assert routine.way("a") is None
     assert routine.way("b") is Way.RECORD
     assert routine.way("b") is None
+
+
+def test_before_the_first_save_what_is_optional_may_stay_away():
+    calls = [("metric", -1), ("load", 0), ("log", -1), ("log", -1), ("layer", 1), ("log", -1)]
+    routine = Routine(calls, [P, T, P, P, R, P], costs_ns=[7, 8], before=4, optional=[0, 2, 3])
+    assert routine.way("load") is T and routine.cost_ns == 7
+    assert routine.way("another") is None and routine.cost_ns is None
+    assert routine.way("log") is P
+    assert routine.way("layer") is R and routine.cost_ns == 8
+    assert routine.way("layer") is None, "after the first save all come"
+    routine.restart()
+    assert not routine.begun
+    assert [routine.way(call) for call in ("metric", "layer")] == [P, None], "something saved is made from what loads"
+    assert routine.way("load") is T
+
+
+def test_before_the_first_save_only_what_something_saved_is_made_from_has_to_come():
+    """3 is saved: 1 and 2 are on the way to it, 4 and 5 are not."""
+    ops = [an_op(100 + i, [read], [made]) for i, (read, made) in enumerate([(0, 1), (1, 4), (1, 2), (4, 5), (2, 3)])]
+    log = a_log(ops, dict.fromkeys(range(6), 8), [(3, 50, 5)], [(0, 90)], [(0, 1)], 100, {0: Kind.SOURCE})
+    log.signatures, log.orders = [0], [0]
+    log.calls, log.calls_before = [("number", -1), *((f"call {i}", i) for i in range(5)), ("saves", -1)], 6
+    for absent in range(6):
+        routine = routine_of(log, build_graph(log, 0), plan_of([KEEP]))
+        came = [routine.way(call) for position, (call, _) in enumerate(log.calls) if position != absent]
+        assert (None not in came) is (absent in (0, 2, 4)), absent
 
 
 # -- when -------------------------------------------------------------------------------------------------------------
@@ -112,7 +138,7 @@ def follow(
         call = intern(f"{kind}{i}")
         routine = learner.routine
         way = routine.way(call) if routine is not None else Way.RECORD
-        if way is None:
+        if way is None and learner.in_step:
             learner.leave_routine()
         if way in (None, Way.RECORD):
             learner.op(an_op(i, [], [i], name=call), {i: 10}, {i: Kind.ACTIVATION})
@@ -169,7 +195,7 @@ def test_what_goes_beside_the_plan_in_two_steps_running_becomes_part_of_it(learn
     assert profile.plan is not None and profile.plan.actions[1] is RECOMPUTE
     assert learner.routine is None, "it has not been seen to go by that"
     assert [follow(learner, "a") for _ in range(2)] == [False, True]
-    assert profile.ways == bytes([P, R, P])
+    assert profile.routine is not None and profile.routine.ways == [P, R, P]
 
 
 def test_what_goes_again_although_the_plan_has_it_go_does_not_keep_a_routine_away(learner):
@@ -208,7 +234,7 @@ def test_a_plan_is_amended_by_what_is_not_in_it_yet():
 
 def test_a_routine_knows_how_long_its_calls_take():
     calls = [("a", 0), ("made nothing", -1), ("b", 1), ("another", 2)]
-    routine = Routine(calls, bytes([R] * 4), costs_ns=[5, 7])
+    routine = Routine(calls, [R] * 4, costs_ns=[5, 7])
     found = []
     for call, _ in calls:
         routine.way(call)
@@ -248,9 +274,9 @@ def test_another_plan_ends_the_routine(learner):
         follow(learner, "a")
     assert learner.routine is not None
     learner.follow(learner.profiles[0], plan_of([RECOMPUTE] * 3))
-    assert learner.profiles[0].ways is None, "they are another plan's"
+    assert learner.profiles[0].routine is None, "they are another plan's"
     assert [follow(learner, "a") for _ in range(2)] == [False, True]
-    assert learner.profiles[0].ways == bytes([R, R, R])
+    assert learner.routine is not None and learner.routine.ways == [R, R, R]
 
 
 def test_a_step_that_was_left_midway_is_not_learned_from(learner):
@@ -343,6 +369,66 @@ def test_a_routine_changes_no_bit_whatever_comes_next(surprise, policy, device):
         assert any(followed)
 
 
+def steps_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scales_gradients_and_fills_them_with_zeros(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor
+) -> None:
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def asks_for_a_number(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    loss.item()
+
+
+def computes_a_metric(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    sum(p.grad.norm() for p in model.parameters()).div(3).exp()
+
+
+AFTERWARDS = [
+    steps_the_optimizer,
+    scales_gradients_and_fills_them_with_zeros,
+    asks_for_a_number,
+    computes_a_metric,
+]
+
+
+def looped(afterwards: Callable[..., None], turn: int, before_backward: Callable[[], object]) -> list[Tensor]:
+    torch.manual_seed(5)
+    model = Branching()
+    optimizer = torch.optim.AdamW(model.parameters())
+    numbers = []
+    for i in range(15):
+        loss = of_rows(16)(model)
+        before_backward()
+        loss.backward()
+        numbers += [loss.detach().clone(), *(p.grad.detach().clone() for p in model.parameters())]
+        if i % 3 == turn:
+            afterwards(model, optimizer, loss)
+        del loss
+    return numbers
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("afterwards", AFTERWARDS)
+def test_what_comes_between_two_steps_now_and_then_ends_no_routine(afterwards, turn):
+    """Gradients are accumulated, something is logged: after each third step, the one that is learned from or not."""
+    plain = looped(afterwards, turn, lambda: None)
+    chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    followed = []
+    with delta.evict(activations="60%", policy=chosen, device="cpu") as run:
+        evicted = looped(afterwards, turn, lambda: followed.append(run._core.engine.routine is not None))
+    assert followed[-6:] == [True] * 6
+    assert all(torch.equal(a, b) for a, b in zip(plain, evicted, strict=True))
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_under_a_routine_no_op_is_timed(monkeypatch):
     chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
@@ -363,17 +449,15 @@ def test_under_a_routine_no_op_is_timed(monkeypatch):
 
 @pytest.mark.usefixtures("one_thread")
 def test_under_a_routine_few_ops_are_recorded_and_the_limit_holds():
-    recorded = []
     chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
     with delta.evict(activations="60%", policy=chosen, device="cpu") as run:
         for _ in range(8):
             trained([of_rows(16)])
-            recorded.append(len(run._core.engine.learner.profiles[0].ways or ()))
         engine = run._core.engine
         assert engine.routine is not None
         model = Branching()
         loss = of_rows(16)(model)
-        assert 0 < len(engine.learner.log.ops) < recorded[-1] / 2
+        assert 0 < len(engine.learner.log.ops) < len(engine.routine.ways) / 2
         loss.backward()
     report = run.report()
     assert report.peak_activation_bytes <= 1.01 * report.budget_bytes

@@ -51,6 +51,7 @@ class StepLog:
     turn_ends: list[tuple[int, int, int]] = field(default_factory=list)  # needs, ops and net time when a turn ended
     released_in: list[int] = field(default_factory=list)  # for each release, the turns that had ended
     calls: list[tuple[object, int]] = field(default_factory=list)  # what was called in forward, and its index in `ops`
+    calls_before: int = 0  # of them, those before the first save
 
     def timed(self, times: StepTimes) -> None:
         """The device's times are these; where they are not of all this step, the host's stand."""

@@ -68,7 +68,7 @@ class Player:
         self._results: list[int] = []
         self._backward = False
         self._own = FREE
-        self._ways: bytes | None = None  # how the recorder takes the ops of forward
+        self._ways: Sequence[Way] | None = None  # how the recorder takes the ops of forward
         self._kept: set[int] = set()  # save orders of what is only counted
         self._order: dict[int, int] = {}  # by record, in this step
         self._told = 0  # of them so far
