@@ -389,11 +389,10 @@ class Learner:
         """How steps of this kind go after one that went as planned."""
         if not self.recorded:
             return profile.routine
-        if not self.selective or profile.refined < REFINEMENTS or tuple(self.log.calls) != profile.calls:
+        if not self.selective or profile.refined < REFINEMENTS or profile.plan is None:
             return None
-        if profile.plan is None:
-            return None
-        return routine_of(self.log, profile.graph, profile.plan)
+        graph = profile.graph if tuple(self.log.calls) == profile.calls else self._graph()
+        return routine_of(self.log, graph, profile.plan) if len(graph.saved) == len(profile.plan.actions) else None
 
     def _expect(self, profile: Profile | None) -> None:
         """A step of this kind has ended: the next one will be of the kind that came after it the last time."""

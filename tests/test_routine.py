@@ -269,6 +269,19 @@ def test_kinds_that_take_turns_are_expected_in_turn(learner):
     assert [follow(learner, kind) for kind in "abab"] == [True] * 4
 
 
+def test_a_step_whose_calls_are_others_from_now_on_is_followed_too(learner):
+    """It saves the same: what comes before it is no longer what it was when it was planned for."""
+    for _ in range(SHORT):
+        follow(learner, "a")
+    profile = learner.profiles[0]
+    follow(learner, "a", strays={0: SWAP})
+    for recorded in (True, False):
+        learner.op(an_op(7, [], [7], name="another"), {7: 10}, {7: Kind.ACTIVATION})
+        learner.called("another", made=True)
+        assert follow(learner, "a") is not recorded
+    assert learner.profiles == [profile]
+
+
 def test_another_plan_ends_the_routine(learner):
     for _ in range(SHORT):
         follow(learner, "a")
