@@ -1,7 +1,8 @@
 """What is known of the steps: which one this is, how it goes, and what is planned for it.
 
-Steps are told apart by the metadata of what they save, as a prefix: the first save picks the profile used last that
-begins so; a save that differs moves on to another profile with the same beginning, or to observing (design, section 5).
+Steps are told apart by the metadata of what they save, as a prefix: the first save picks the profile that is expected
+next if it begins so, else the one used last that does; a save that differs moves on to another profile with the same
+beginning, or to observing (design, section 5).
 A profile is learned from a step that was recorded from its first op to its last release. Op times are taken as the
 least over the recorded steps: a first run pays page faults and cold caches that a replay does not.
 """
@@ -25,6 +26,7 @@ LONGEST = 100_000  # saved tensors in a step that is still followed; something k
 TIGHTEST = 0.9  # share of the limit that plans aim at least at
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 MOVED = 0.01  # ... or when what is in use beside counted activations has grown by this share of the limit
+MOST_TRUST = 3  # odd steps in a row after which another kind is expected
 ANY_LOOK = Look()
 NOTHING = Beside()
 NONE: Mapping[int, Action] = {}
@@ -54,7 +56,8 @@ class Profile:
     calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
     routine: Routine | None = None  # how steps go from now on; None: all of their calls are recorded
     strays: Mapping[int, Action] = field(default_factory=dict)  # of the last step: evicted, and not named by the plan
-    then: Profile | None = None  # the kind of step that came after the last one of this kind
+    then: Profile | None = None  # the kind of step that comes after one of this kind, most of the time
+    then_trust: int = 0  # how much oftener than others, of late
     beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
     planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
 
@@ -62,6 +65,16 @@ class Profile:
     def loose(self) -> bool:
         """Whether its plan may be made tighter still."""
         return self.tightened < TIGHTENINGS and self.squeeze > TIGHTEST
+
+    def came_before(self, following: Profile | None) -> None:
+        """A step of this kind was followed by one of that: the majority counts, so that one odd step among many, an
+        epoch's last batch, is not expected again at once."""
+        if self.then is following:
+            self.then_trust = min(MOST_TRUST, self.then_trust + 1)
+        elif self.then_trust > 1:
+            self.then_trust -= 1
+        else:
+            self.then, self.then_trust = following, 1
 
 
 @dataclass(slots=True)
@@ -87,7 +100,7 @@ class Learner:
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
     selective: bool = True  # whether routines are followed at all
-    _routine_of: Profile | None = None
+    _following: Profile | None = None
     _left_midway: bool = False  # the routine of this step was left after some calls
     _recorded_so_far: bool = False  # at the first save of this step, if the routine has let no call pass since
     _before: Profile | None = None  # the kind of step that ended last
@@ -174,7 +187,7 @@ class Learner:
             follows is not None and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != key)
         ):
             self._match()
-            if self.routine is not None and self.current is not self._routine_of:
+            if self.routine is not None and self.current is not self._following:
                 self.leave_routine()
 
     def keeps(self, signature: int) -> int:
@@ -225,8 +238,9 @@ class Learner:
         return signature
 
     def _find(self, so_far: tuple[int, ...]) -> Profile | None:
-        """What is known of steps that begin so."""
-        return next((p for p in self.profiles if p.signatures[: self.packs] == so_far), None)
+        """What is known of steps that begin so: the kind that is expected now, else the one seen last."""
+        kinds = self.profiles if self._following is None else [self._following, *self.profiles]
+        return next((p for p in kinds if p.signatures[: self.packs] == so_far), None)
 
     def _match(self) -> None:
         self.current = self._find(tuple(self.log.signatures))
@@ -395,12 +409,12 @@ class Learner:
         return routine_of(self.log, graph, profile.plan) if len(graph.saved) == len(profile.plan.actions) else None
 
     def _expect(self, profile: Profile | None) -> None:
-        """A step of this kind has ended: the next one will be of the kind that came after it the last time."""
+        """A step of this kind has ended: the next one will be of the kind that comes after it most of the time."""
         if self._before is not None:
-            self._before.then = profile
+            self._before.came_before(profile)
         self._before = profile
         following = profile and (profile.then or profile)
-        self._routine_of, self.routine = following, None
+        self._following, self.routine = following, None
         if following is not None and following.routine is not None and not self.missed:
             self.routine = following.routine
             self.routine.restart()
@@ -433,7 +447,7 @@ class Learner:
     def follow(self, profile: Profile, plan: Plan) -> None:
         """Steps of this kind go by another plan from here on: what it replays has to be recorded."""
         profile.plan, profile.routine = plan, None
-        if self._routine_of is profile:
+        if self._following is profile:
             self.leave_routine()
 
     def abandon(self) -> None:

@@ -175,12 +175,14 @@ def test_switching_may_lead_from_idle_to_planned(learner):
     assert step(learner, "abc") == [IDLE, IDLE, PLANNED]
 
 
-def test_the_profile_used_last_is_tried_first(learner):
-    step(learner, "abc")
-    step(learner, "abz")
-    step(learner, "abc")
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(["abc", "abz"], "abz"), (["abc", "abz", "abc"], "abz"), (["abz", "abc", "abz"], "abc")]
+)
+def test_the_profile_that_came_after_this_one_is_tried_first_else_the_one_used_last(learner, steps, expected):
+    for kind in steps:
+        step(learner, kind)
     learner.packed("a", 0)
-    assert learner.current.signatures == tuple("abc")
+    assert learner.current.signatures == tuple(expected)
 
 
 def test_the_known_peak_is_that_of_the_step_under_way(learner):

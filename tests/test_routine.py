@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import delta
 from delta.budget import Budget
 from delta.config import Policy
-from delta.learner import NONE, REFINEMENTS, TIGHTENINGS, Learner
+from delta.learner import MOST_TRUST, NONE, REFINEMENTS, TIGHTENINGS, Learner
 from delta.planner.steplog import Plan, StepGraph, build_graph
 from delta.planning import Planning
 from delta.routine import Routine, Way, routine_of, ways_of
@@ -129,10 +129,16 @@ def test_before_the_first_save_only_what_something_saved_is_made_from_has_to_com
 
 # -- when -------------------------------------------------------------------------------------------------------------
 def follow(
-    learner: Learner, kind: str, *, strays: Mapping[int, Action] = NONE, peak: int = LIMIT, shape: str = ""
+    learner: Learner,
+    kind: str,
+    *,
+    strays: Mapping[int, Action] = NONE,
+    peak: int = LIMIT,
+    shape: str = "",
+    ending: str = "",
 ) -> bool:
     """One step of three ops whose names and saves begin with `kind`, recorded as the learner wants it to be. Returns
-    whether it had a routine to its end. `shape`: of what it saves."""
+    whether it had a routine to its end. `shape`: of what it saves; `ending`: of what it saves last."""
     recorded = 0
     for i in range(3):
         call = intern(f"{kind}{i}")
@@ -146,7 +152,7 @@ def follow(
             recorded += 1
         if i == 0:
             learner.begin(recording=True)
-        learner.packed(hash(call + shape), 1000 + 10 * i)
+        learner.packed(hash(call + shape + (ending if i == 2 else "")), 1000 + 10 * i)
         learner.saved(i, 10, Kind.ACTIVATION, 1000 + 10 * i)
     followed = learner.routine is not None
     for i in reversed(range(3)):
@@ -267,6 +273,37 @@ def test_kinds_that_take_turns_are_expected_in_turn(learner):
         follow(learner, "a")
         follow(learner, "b")
     assert [follow(learner, kind) for kind in "abab"] == [True] * 4
+
+
+def odd_among_many(learner: Learner, kind: str, ending: str = "") -> None:
+    """Steps "a", and one of another kind among them now and then, both known."""
+    for _ in range(SHORT):
+        follow(learner, "a")
+    for _ in range(SHORT):
+        follow(learner, kind, ending=ending)
+        follow(learner, "a")
+    for _ in range(2 * MOST_TRUST):
+        follow(learner, "a")
+
+
+def test_an_odd_step_among_many_is_not_expected_again(learner):
+    """An epoch's last batch."""
+    odd_among_many(learner, "b")
+    assert [follow(learner, kind) for kind in "abaaabaa"] == [True, False, True, True, True, False, True, True]
+
+
+def test_what_comes_after_a_kind_is_learned_anew(learner):
+    for kind in "ab":
+        for _ in range(SHORT):
+            follow(learner, kind)
+    turns = [follow(learner, "ab"[i % 2]) for i in range(2 * MOST_TRUST + 6)]
+    assert turns[-4:] == [True] * 4
+
+
+def test_the_kind_that_is_expected_comes_before_others_that_begin_so(learner):
+    odd_among_many(learner, "a", ending="x")
+    assert not follow(learner, "a", ending="x")
+    assert follow(learner, "a"), "the other one was the last"
 
 
 def test_a_step_whose_calls_are_others_from_now_on_is_followed_too(learner):
