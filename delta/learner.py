@@ -33,7 +33,7 @@ NONE: Mapping[int, Action] = {}
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
 HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
-Amend = Callable[[Plan, StepGraph, Mapping[int, Action]], Plan]
+Amend = Callable[[Plan, StepGraph, Mapping[int, Action]], Plan | None]
 
 
 @dataclass(slots=True)
@@ -390,14 +390,16 @@ class Learner:
 
     def _settled(self, profile: Profile, strays: Mapping[int, Action]) -> bool:
         """Whether all that went in a step that followed the plan is the plan's. What has to go beside it in two steps
-        running will have to in every step, so from then on it is part of the plan."""
+        running will have to in every step, so from then on it is part of the plan, if the plan can take it."""
         again, profile.strays = profile.strays == strays, dict(strays)
         if not strays:
             return True
         if not again or min(strays) < 0 or profile.plan is None or self.amend is None:
             return False
-        known, profile.plan = profile.plan, self.amend(profile.plan, profile.graph, strays)
-        return profile.plan is known
+        known, amended = profile.plan, self.amend(profile.plan, profile.graph, strays)
+        if amended is not None:
+            profile.plan = amended
+        return amended is known
 
     def _routine(self, profile: Profile) -> Routine | None:
         """How steps of this kind go after one that went as planned."""

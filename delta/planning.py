@@ -66,14 +66,16 @@ class Planning:
             self._open = [*(other for other in self._open if other.task.graph is not graph), _Open(task, aim_bytes)]
         return plan
 
-    def amend(self, plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan:
+    def amend(self, plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan | None:
         """The plan in which the storages `gone`, by save order, go as well when they have been saved. The plan itself
-        where it has them go already, or says when storages go after that."""
+        where it has them go already, or says when storages go after that. None where the plan's peak would be higher
+        for it: what had to go while chains came back, in backward, lengthens them."""
         kept = (order for order, action in enumerate(plan.actions) if action is Action.KEEP)
         more = {order: gone[order] for order in kept if order in gone}
         if plan.evictions or plan.moves or not more:
             return plan
-        return plan_of(graph, self._link, [more.get(order, action) for order, action in enumerate(plan.actions)])
+        amended = plan_of(graph, self._link, [more.get(order, action) for order, action in enumerate(plan.actions)])
+        return amended if amended.peak_bytes <= plan.peak_bytes else None
 
     def heed_late(self, plan: Plan, graph: StepGraph, late: Collection[int]) -> Plan:
         """The plan after a step in which backward waited for the copies back of the save orders `late`."""

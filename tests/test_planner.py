@@ -103,6 +103,15 @@ def test_parameters_weigh_nothing_and_are_always_there():
     assert (node.nbytes, node.rooted, node.evictable) == (0, True, False)
 
 
+def test_what_an_earlier_step_made_is_there_unless_it_is_saved_too():
+    """A cached mask or table: op 1 reads one that this step has neither made nor saved, op 2 one that it saves."""
+    ops = [an_op(1, [0], [1]), an_op(2, [1, 5], [2]), an_op(3, [2, 6], [3])]
+    log = a_log(ops, dict.fromkeys((0, 1, 2, 3, 5, 6), 8), [(6, 5, 2), (3, 9, 3)], [(1, 20), (0, 21)], [], 30)
+    nodes = build_graph(log, 0).nodes
+    assert [node.rooted for node in nodes if node.op is None and node.order < 0] == [True, True], "0 and 5"
+    assert [node.rooted for node in nodes if node.order == 0] == [False]
+
+
 # -- forecast ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("actions", "forward", "backward", "replay_ns", "back_at"),

@@ -17,6 +17,7 @@ import delta
 from delta.budget import Budget
 from delta.config import Policy
 from delta.learner import MOST_TRUST, NONE, REFINEMENTS, TIGHTENINGS, Learner
+from delta.planner.assemble import plan_of as whole_plan_of
 from delta.planner.steplog import Plan, StepGraph, build_graph
 from delta.planning import Planning
 from delta.routine import Routine, Way, routine_of, ways_of
@@ -204,6 +205,14 @@ def test_what_goes_beside_the_plan_in_two_steps_running_becomes_part_of_it(learn
     assert profile.routine is not None and profile.routine.ways == [P, R, P]
 
 
+def test_there_is_no_routine_where_the_plan_cannot_take_what_goes_beside_it(learner):
+    """Those have to go by a decision in the step, which wants all its recipes."""
+    learner.amend = lambda plan, graph, gone: None
+    for _ in range(SHORT):
+        follow(learner, "a")
+    assert [follow(learner, "a", strays={1: RECOMPUTE}) for _ in range(4)] == [True, False, False, False]
+
+
 def test_what_goes_again_although_the_plan_has_it_go_does_not_keep_a_routine_away(learner):
     """It comes back in backward, and has to go once more."""
     learner.amend = amend
@@ -228,12 +237,15 @@ def test_where_the_limit_cannot_be_held_there_is_a_routine_all_the_same(learner)
 
 def test_a_plan_is_amended_by_what_is_not_in_it_yet():
     graph, planning = chain([1, 2, 3]), Planning(Policy(name="test"), Budget(), Link(1e9, 1e9), False)
-    plan = plan_of([KEEP, SWAP, KEEP])
+    plan = whole_plan_of(graph, Link(1e9, 1e9), [KEEP, SWAP, KEEP])
     assert planning.amend(plan, graph, {1: RECOMPUTE}) is plan, "it goes as planned, and once more"
     amended = planning.amend(plan, graph, {0: SWAP, 1: RECOMPUTE})
     assert amended.actions == (SWAP, SWAP, KEEP)
     assert amended.swap_bytes == 16 and set(sum(amended.prefetch.values(), ())) == {0, 1}
     assert planning.amend(plan, graph, {7: SWAP}) is plan, "the step it is for had fewer"
+    long = replace(chain([1, 2, 3, 4, 5]), release=(5, 4, 3, 2, 1))
+    cut = whole_plan_of(long, Link(1e9, 1e9), [RECOMPUTE, RECOMPUTE, KEEP, RECOMPUTE, KEEP])
+    assert planning.amend(cut, long, {2: RECOMPUTE}) is None, "all four would come back at once"
     later = replace(plan, evictions={0: ((2, SWAP),)})
     assert planning.amend(later, graph, {0: SWAP}) is later, "its actions are not all that it says"
 

@@ -28,6 +28,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from delta.planner.choices import choices_of
 from delta.planner.forecast import EARLY
 from delta.planner.program import Program, Term
 from delta.planner.task import Task
@@ -65,8 +66,7 @@ class Cover:
         for j, op in enumerate(self._graph.ops):
             for node in op.inputs:
                 self._users[node].append(j)
-        self._replayable = self._find_replayable()
-        self._choices()
+        self._add_choices()
         self._closure()
         if self._swap:
             self._bound_link()
@@ -90,33 +90,17 @@ class Cover:
         return actions
 
     # -- the cover ------------------------------------------------------------------------------------------------
-    def _find_replayable(self) -> list[bool]:
-        """Ops that can be replayed if everything saved among their ancestors is there."""
-        graph = self._graph
-        found: list[bool] = []
-        for op in graph.ops:
-            sources = (graph.nodes[node] for node in op.inputs)
-            found.append(
-                op.replayable
-                and all(node.rooted or node.order >= 0 or (node.op is not None and found[node.op]) for node in sources)
-            )
-        return found
-
-    def _choices(self) -> None:
-        task, link = self._task, self._task.link
-        for v, number in enumerate(self._graph.saved):
-            node, forced = self._graph.nodes[number], task.forced.get(v)
-            if not node.evictable or not node.nbytes:
-                continue
-            ways = [action for action in task.allowed if forced in (None, action)]
-            replayable = node.op is not None and self._replayable[node.op]
-            if Action.RECOMPUTE in ways and replayable:
+    def _add_choices(self) -> None:
+        link = self._task.link
+        for v, ways in enumerate(choices_of(self._task)):
+            node = self._graph.nodes[self._graph.saved[v]]
+            if Action.RECOMPUTE in ways:
                 self._drop[v] = self._program.variable(whole=True)
                 self._gone[v] = [self._drop[v]]
             if Action.SWAP in ways:
                 taken_ns = link.taken_ns(link.out_ns(node.nbytes) + link.in_ns(node.nbytes), 2)
                 self._swap[v] = self._program.variable(taken_ns / self._unit_ns, whole=True)
-            if Action.ENCODE in ways and node.encoded_bytes and (replayable or not node.stand_in):
+            if Action.ENCODE in ways:
                 cost_ns = node.encode_ns + node.decode_ns
                 self._encode[v] = self._program.variable(cost_ns / self._unit_ns, whole=True)
                 if node.stand_in:

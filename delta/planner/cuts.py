@@ -14,7 +14,7 @@ from itertools import accumulate
 from delta.planner.steplog import StepGraph
 
 NARROW = 0.5  # the narrowest place is looked for in this part of what would fit between two cuts
-ROUNDS = 4  # what the cuts keep leaves less room between them
+PARTS = 8  # the room is shared in that many ways between the cuts and what lies between two of them
 
 
 def cut_links(graph: StepGraph, links: Sequence[int], replayed: Collection[int], room_bytes: int) -> list[int]:
@@ -22,14 +22,17 @@ def cut_links(graph: StepGraph, links: Sequence[int], replayed: Collection[int],
     into `room_bytes`, or come close to it. `replayed`: the ops that drops make run again. Empty where there is no room
     at all, and where nothing has to be cut."""
     places = _Places(graph, links, replayed)
-    kept: list[int] = []
-    for _ in range(ROUNDS):
-        between_bytes = room_bytes - sum(places.sizes[v] for v in kept)
-        found = places.cuts(between_bytes)
-        if between_bytes <= 0 or not found or found == kept:
-            break
-        kept = found
-    return kept
+    if room_bytes <= 0 or not places.cuts(room_bytes):
+        return []
+    found: list[tuple[int, list[int]]] = []
+    for part in range(PARTS, 0, -1):
+        between_bytes = room_bytes * part // PARTS
+        kept = places.cuts(between_bytes)
+        taken_bytes = between_bytes + sum(places.sizes[v] for v in kept)
+        if kept and taken_bytes <= room_bytes:
+            return kept
+        found.append((taken_bytes, kept))
+    return min((each for each in found if each[1]), key=lambda each: each[0])[1]
 
 
 class _Places:

@@ -71,7 +71,7 @@ class Node:
     nbytes: int
     order: int
     op: int | None  # index into StepGraph.ops
-    rooted: bool  # always there: parameters, buffers, what the caller holds
+    rooted: bool  # always there: parameters, buffers, what the caller holds or an earlier step has made
     evictable: bool
     encoded_bytes: int = 0
     encode_ns: int = 0
@@ -207,7 +207,7 @@ def _nodes(log: StepLog, index: Mapping[int, int], min_bytes: int) -> tuple[Node
             log.nbytes[record] if log.kinds[record] is not Kind.PARAMETER else 0,
             order.get(record, -1),
             producer.get(record),
-            log.kinds[record] is not Kind.ACTIVATION,
+            log.kinds[record] is not Kind.ACTIVATION or (record not in order and record not in producer),
             log.kinds[record] is Kind.ACTIVATION
             and log.nbytes[record] >= min_bytes
             and order.get(record, -1) not in log.kept,
