@@ -25,8 +25,8 @@ from delta.types import Action
 PASSED = 1_000_000
 MOST = 3_000
 HOTTEST = 0.15  # at first a change is likely that costs this share of forward's ops
-OVER = 2.0  # the price of being over the limit by as much as it is, in forward's ops
-EVERYWHERE = 0.1  # ... at one of the other positions, in that of the worst one
+OVER = 2.0  # the price of a peak over the limit by as much as the limit is, in forward's ops
+EVERYWHERE = 0.1  # ... and of being over it at any one position, in that of the peak
 
 
 def anneal(task: Task, plan: Plan) -> Plan:
