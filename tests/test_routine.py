@@ -480,14 +480,16 @@ def looped(afterwards: Callable[..., None], turn: int, before_backward: Callable
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("afterwards", AFTERWARDS)
-def test_what_comes_between_two_steps_now_and_then_ends_no_routine(afterwards, turn):
+@pytest.mark.parametrize(("policy", "device"), [("recompute", "cpu"), ("delta", "chaos:2")])
+def test_what_comes_between_two_steps_now_and_then_ends_no_routine(afterwards, turn, policy, device):
     """Gradients are accumulated, something is logged: after each third step, the one that is learned from or not."""
     plain = looped(afterwards, turn, lambda: None)
-    chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
     followed = []
-    with delta.evict(activations="60%", policy=chosen, device="cpu") as run:
+    with delta.evict(activations="60%", policy=chosen, device=device) as run:
         evicted = looped(afterwards, turn, lambda: followed.append(run._core.engine.routine is not None))
-    assert followed[-6:] == [True] * 6
+    if policy == "recompute":  # copies of others are late now and then
+        assert followed[-6:] == [True] * 6
     assert all(torch.equal(a, b) for a, b in zip(plain, evicted, strict=True))
 
 
