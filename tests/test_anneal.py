@@ -80,6 +80,12 @@ def test_where_the_greedy_planner_does_not():
     assert cost_ns(task, profile(task)) > 1.2 * best_cost_ns(task)
 
 
+@pytest.mark.parametrize("units", [6, 7, 8])
+def test_its_plan_fits_all_the_same_since_chains_are_cut_as_closely_as_they_can_be(units):
+    task = a_task(adapters(), units * UNIT)
+    assert profile(task).peak_bytes <= task.limit_bytes
+
+
 @settings(derandomize=True, deadline=None, max_examples=40, database=None)
 @given(step_logs(), st.integers(0, 100), st.sampled_from([(KEEP, RECOMPUTE), (KEEP, SWAP, RECOMPUTE)]))
 def test_no_plan_gets_worse_and_it_comes_close_to_the_best_there_is(log, percent, allowed):
