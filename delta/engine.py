@@ -217,9 +217,10 @@ class Engine:
         """Which calls need a recipe; None: all do. It is to be asked about each one, in order."""
         return self.learner.routine
 
-    def leave_routine(self) -> None:
-        """A call was another than the routine expected."""
-        self.learner.leave_routine()
+    def unexpected(self) -> None:
+        """A call was another than the routine expected. Before the first save that may be none of the step's own."""
+        if self.learner.in_step:
+            self.learner.leave_routine()
 
     def op_timed(self, op: int, cost_ns: int) -> None:
         """How long an op took, where the device tells it only later."""

@@ -87,10 +87,11 @@ class Recorder(TorchDispatchMode):
         if routine is None:
             return Way.RECORD
         way = routine.way(func)
-        if way is None and core.engine.learner.in_step:
+        if way is None:
             with core.entered():
-                core.engine.leave_routine()
-        return way if way is not None else Way.RECORD
+                core.engine.unexpected()
+            return Way.RECORD
+        return way
 
     def _watch(
         self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool

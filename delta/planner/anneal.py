@@ -32,20 +32,20 @@ EVERYWHERE = 0.1  # ... and of being over it at any one position, in that of the
 def anneal(task: Task, plan: Plan) -> Plan:
     """A plan with no higher a peak over the limit than this one and, with the same, no higher a cost by forecast. For
     steps in which backward alone needs what was saved."""
-    ways = [(v, (Action.KEEP, *choices)) for v, choices in enumerate(choices_of(task)) if choices]
-    ways = [(v, choices) for v, choices in ways if v not in task.forced]
-    if not ways:
+    free = ((v, ways) for v, ways in enumerate(choices_of(task)) if ways and v not in task.forced)
+    choices = [(v, (Action.KEEP, *ways)) for v, ways in free]
+    if not choices:
         return plan
     random, scene = Random(0), _Scene(task)
-    rounds = min(MOST, PASSED // (1 + len(task.graph.ops) + len(ways)))
+    rounds = min(MOST, PASSED // (1 + len(task.graph.ops) + len(choices)))
     actions = list(plan.actions)
     energy, rank = scene.look_at(actions)
     best_rank, best = rank, actions
     for number in range(rounds):
         heat_ns = 1 + HOTTEST * scene.forward_ns * (1 - number / rounds) ** 2
         other = list(actions)
-        for v, choices in random.choices(ways, k=random.choice((1, 2))):
-            other[v] = random.choice([choice for choice in choices if choice is not other[v]])
+        for v, ways in random.choices(choices, k=random.choice((1, 2))):
+            other[v] = random.choice([action for action in ways if action is not other[v]])
         other_energy, other_rank = scene.look_at(other)
         if other_energy < energy or random.random() < math.exp((energy - other_energy) / heat_ns):
             actions, energy = other, other_energy

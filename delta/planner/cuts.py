@@ -22,17 +22,17 @@ def cut_links(graph: StepGraph, links: Sequence[int], replayed: Collection[int],
     into `room_bytes`, or come close to it. `replayed`: the ops that drops make run again. Empty where there is no room
     at all, and where nothing has to be cut."""
     places = _Places(graph, links, replayed)
-    if room_bytes <= 0 or not places.cuts(room_bytes):
-        return []
     found: list[tuple[int, list[int]]] = []
     for part in range(PARTS, 0, -1):
         between_bytes = room_bytes * part // PARTS
-        kept = places.cuts(between_bytes)
+        kept = places.cuts(between_bytes) if between_bytes > 0 else []
+        if not kept:
+            break  # nothing has to be cut, or nothing can be so that so little lies between
         taken_bytes = between_bytes + sum(places.sizes[v] for v in kept)
-        if kept and taken_bytes <= room_bytes:
+        if taken_bytes <= room_bytes:
             return kept
         found.append((taken_bytes, kept))
-    return min((each for each in found if each[1]), key=lambda each: each[0])[1]
+    return min(found, key=lambda each: each[0], default=(0, []))[1]
 
 
 class _Places:
