@@ -137,9 +137,11 @@ def follow(
     peak: int = LIMIT,
     shape: str = "",
     ending: str = "",
+    storages: int = 3,
 ) -> bool:
     """One step of three ops whose names and saves begin with `kind`, recorded as the learner wants it to be. Returns
-    whether it had a routine to its end. `shape`: of what it saves; `ending`: of what it saves last."""
+    whether it had a routine to its end. `shape`: of what it saves; `ending`: of what it saves last;
+    `storages`: that many are saved, those that come after are on them."""
     recorded = 0
     for i in range(3):
         call = intern(f"{kind}{i}")
@@ -154,9 +156,10 @@ def follow(
         if i == 0:
             learner.begin(recording=True)
         learner.packed(hash(call + shape + (ending if i == 2 else "")), 1000 + 10 * i)
-        learner.saved(i, 10, Kind.ACTIVATION, 1000 + 10 * i)
+        if i < storages:
+            learner.saved(i, 10, Kind.ACTIVATION, 1000 + 10 * i)
     followed = learner.routine is not None
-    for i in reversed(range(3)):
+    for i in reversed(range(storages)):
         learner.needed(i, 2000 - 10 * i)
         learner.released(i)
     learner.end(3000, peak, 100, lambda known: LIMIT, True, {}, strays)
@@ -329,6 +332,16 @@ def test_a_step_whose_calls_are_others_from_now_on_is_followed_too(learner):
         learner.called("another", made=True)
         assert follow(learner, "a") is not recorded
     assert learner.profiles == [profile]
+
+
+def test_no_routine_is_made_of_a_step_that_the_plan_does_not_fit(learner):
+    """Other calls, and the same tensors on fewer storages."""
+    for _ in range(SHORT):
+        follow(learner, "a")
+    follow(learner, "a", strays={0: SWAP})
+    learner.called("another", made=False)
+    follow(learner, "a", storages=2)
+    assert learner.routine is None
 
 
 def test_another_plan_ends_the_routine(learner):

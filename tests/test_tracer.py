@@ -26,11 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 import delta
 from delta.errors import TraceError
-from delta.runtime import recorder, rematerialise, tracer
+from delta.runtime import own_time, recorder, rematerialise, tracer
 from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.hooks import Hooks
 from delta.runtime.opfacts import facts_of
+from delta.runtime.own_time import OwnTime
 from delta.runtime.rawmem import as_bytes
 from delta.runtime.recorder import Recorder
 from delta.runtime.traced_step import TracedStep
@@ -598,6 +599,14 @@ def test_deltactl_trace_refuses_options_before_the_script_runs(options: list[str
     done = deltactl(tmp_path, options, steps=1, code=0)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("deltactl: ") and "Traceback" not in done.stderr
+
+
+def test_what_makes_no_tensor_only_passes() -> None:
+    """A number that is asked for is no op that is recorded, nor is a view."""
+    own = OwnTime()
+    for op in (torch.ops.aten._local_scalar_dense, torch.ops.aten.view, torch.ops.aten.sin, torch.ops.aten.add_.Tensor):
+        own_time._note(own, getattr(op, "default", op), took_ns=5, followed=False)
+    assert (own.passed, own.passed_ns, own.ops, own.ops_ns) == (2, 10, 2, 10)
 
 
 @pytest.mark.parametrize(("threads", "share"), [("one", 0.5), ("all", 1.0)])
