@@ -44,14 +44,9 @@ from delta.types import Link
 from delta.units import Bytes, Share, parse_size
 
 SAMPLE_S = 0.05
-# The part of a copy's time that compute loses to it. On a CPU device I/O threads share cores, page tables and memory
-# bandwidth with the ops: a step with a thread on each core lost as much time as the copies took, one that leaves a core
-# to them half of that. A copy engine takes next to nothing.
-INTERFERENCE = {"cpu": 1.0, "chaos": 0.3, "cuda": 0.02}
-SPARE_CORE_INTERFERENCE = 0.5
-# What a copy takes from compute beside that. On a card it is the host's time, which counts where the host is behind: an
-# eviction and a return each take it about a tenth of a millisecond, and plans with hundreds of them put it there. An
-# estimate: no card has told.
+# What a copy takes from compute beside the part of its time that the device tells of. On a card it is the host's time,
+# which counts where the host is behind: an eviction and a return each take it about a tenth of a millisecond, and plans
+# with hundreds of them put it there. An estimate: no card has told.
 COPY_NS = {"cpu": 0, "chaos": 0, "cuda": 50_000}
 # What torch.func answers to hooks asks the user to report it to PyTorch; it says nothing of Delta.
 _HOOKS_REFUSED = (
@@ -363,10 +358,8 @@ def _link(device: Device, budget: Budget) -> Link:
 
 
 def _measured(device: Device) -> Link:
-    speed, interference = device.bandwidth(), INTERFERENCE[device.kind]
-    if device.kind == "cpu" and torch.get_num_threads() < len(os.sched_getaffinity(0)):
-        interference = SPARE_CORE_INTERFERENCE
-    return Link(speed.out_bytes_per_s, speed.in_bytes_per_s, interference, COPY_NS[device.kind])
+    speed = device.bandwidth()
+    return Link(speed.out_bytes_per_s, speed.in_bytes_per_s, device.interference(), COPY_NS[device.kind])
 
 
 def _device_of(model: nn.Module | None) -> torch.device | None:

@@ -189,6 +189,7 @@ def run_evicted(op: OpInfo, sample: SampleInput, policy: str, device: str, spill
     with (
         quiet(),  # that a limit of nothing cannot be held is told as a warning
         patch.object(CpuDevice, "bandwidth", lambda _: LINK),
+        patch.object(CpuDevice, "interference", lambda _: 1.0),
         patch.object(ChaosDevice, "bandwidth", lambda _: LINK),
         patch.object(CudaDevice, "bandwidth", lambda _: LINK),
         delta.evict(NO_MODULE, activations="0%", policy=policy_of(policy, spill_dir), device=device) as session,

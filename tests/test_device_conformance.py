@@ -348,6 +348,11 @@ def test_bandwidth_is_positive(rig: Rig) -> None:
     assert rig.device.host_bytes() == 0
 
 
+def test_interference_is_a_share(rig: Rig) -> None:
+    assert 0 <= rig.device.interference() <= 1
+    assert rig.device.host_bytes() == 0
+
+
 def test_the_clock_counts(rig: Rig) -> None:
     clock = rig.device.clock()
     outer = clock.start()

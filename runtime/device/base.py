@@ -207,6 +207,12 @@ class Device(Protocol):
         """
         ...
 
+    def interference(self) -> float:
+        """The part of a copy's time that compute loses to it, from 0 to 1. cpu: measured, once in a process (under 0.5
+        s); SwapError if the host tier fails.
+        """
+        ...
+
     def host_bytes(self) -> int:
         """Host room in use now."""
         ...

@@ -27,6 +27,7 @@ from delta.runtime.rawmem import ResidentMeter, as_bytes, sole_owner
 
 POISON = 0xFF
 _BANDWIDTH = Bandwidth(2e9, 2e9)  # a constant, so that decisions repeat
+_INTERFERENCE = 0.3
 _EARLY = 0.25  # share of transfers that end when they are asked for
 _STUBBORN = 0.4  # share of the others that end only in wait()
 _PROGRESS = 0.3  # chance that a call ends a given pending transfer
@@ -146,6 +147,9 @@ class ChaosDevice:
 
     def bandwidth(self) -> Bandwidth:
         return _BANDWIDTH
+
+    def interference(self) -> float:
+        return _INTERFERENCE
 
     def host_bytes(self) -> int:
         return self._host_bytes

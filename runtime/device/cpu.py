@@ -4,14 +4,17 @@ Real memory is saved: the resident set falls by what is swapped out. The host li
 free room on the spill directory's file system, because that file is what a "host copy" is here.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
 
 from delta.config import HostConfig
 from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, Ticket
+from delta.runtime.device.contention import share_taken
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Listeners, Rates, WallClock, limit_bytes
 from delta.runtime.extents import Extent
@@ -29,6 +32,7 @@ from delta.runtime.spill import SpillFile
 _PROBE_BYTES = 4 * 2**20
 _PROBE_ROUNDS = 4
 _PROBE_NS = 60_000_000  # per direction; a round that is under way is finished
+_interference: dict[tuple[int, int], float] = {}  # by file system and threads: measured once in a process
 _MIN_DROP_BYTES = 256 * 1024  # smaller storages are reused by the allocator sooner than their pages are missed
 
 
@@ -134,6 +138,12 @@ class CpuDevice:
             assert measured is not None
         return measured
 
+    def interference(self) -> float:
+        setting = (os.stat(self._spill.directory).st_dev, torch.get_num_threads())
+        if setting not in _interference:
+            _interference[setting] = self._contend()
+        return _interference[setting]
+
     def host_bytes(self) -> int:
         return self._spill.used_bytes
 
@@ -170,12 +180,30 @@ class CpuDevice:
         self._meter.close()
 
     def _probe(self) -> None:
-        """Move a few megabytes each way, past the host limit: the room is given back before anyone can miss it."""
+        with self._copies() as copies:
+            for direction, copy in copies.items():
+                self._time(direction, copy)
+
+    def _contend(self) -> float:
+        """What copies take from compute, with torch's threads as they are now."""
+        speed = self.bandwidth()
+        copy_ns: dict[Direction, float] = {
+            "out": _PROBE_BYTES * 1e9 / speed.out_bytes_per_s,
+            "in": _PROBE_BYTES * 1e9 / speed.in_bytes_per_s,
+        }
+        with self._copies() as copies:
+            return share_taken(copies, copy_ns)
+
+    @contextmanager
+    def _copies(self) -> Iterator[dict[Direction, Callable[[], None]]]:
+        """Moves a few megabytes each way, past the host limit: the room is given back before anyone can miss it."""
         buffer = AlignedBuffer(_PROBE_BYTES)
         extent = self._spill.reserve(_PROBE_BYTES)
         try:
-            self._time("out", lambda: self._spill.write(extent, buffer.address, buffer.nbytes))
-            self._time("in", lambda: self._spill.read(extent, buffer.address, buffer.nbytes))
+            yield {
+                "out": lambda: self._spill.write(extent, buffer.address, buffer.nbytes),
+                "in": lambda: self._spill.read(extent, buffer.address, buffer.nbytes),
+            }
         finally:
             self._spill.give_back(extent)
 

@@ -36,6 +36,7 @@ from delta.runtime.spill import SpillFile
 
 _PROBE_BYTES = 16 * 2**20
 _PROBE_ROUNDS = 3
+_INTERFERENCE = 0.02  # copy engines do the work: an H100 lost 0 to 3 %
 # Of a budget, what the allocator may reserve from the card for it: it does so in segments, and what is free in one that
 # is in use may be too small for the next request.
 _RESERVED = 1.05
@@ -215,6 +216,9 @@ class CudaDevice:
             measured = self._rates.bandwidth()
             assert measured is not None
         return measured
+
+    def interference(self) -> float:
+        return _INTERFERENCE
 
     def host_bytes(self) -> int:
         return self._pool.used_bytes + (self._spilling.file.used_bytes if self._spilling else 0)
