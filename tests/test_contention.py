@@ -18,7 +18,7 @@ from delta.runtime.device.base import Direction
 from delta.runtime.device.contention import share_taken
 from delta.runtime.device.cpu import CpuDevice
 
-ROUND_NS = 1_000
+ROUND_NS = 10_000
 COPY_NS: dict[Direction, float] = {"out": 4_000_000, "in": 6_000_000}
 
 
