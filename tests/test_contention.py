@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,25 @@ def test_a_copy_that_fails_is_told() -> None:
 
     with pytest.raises(SwapError, match="broken"):
         share_taken({"out": fail}, {"out": 1e6})
+
+
+def test_no_copy_is_under_way_any_more_when_compute_is_interrupted() -> None:
+    """Its room is given back then."""
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def copy() -> None:
+        begun.set()
+        assert go_on.wait(5)
+        ended.set()
+
+    def compute() -> None:
+        assert begun.wait(5)
+        threading.Timer(0.01, go_on.set).start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        contention._lost_ns(copy, 1, compute, 1.0)
+    assert ended.is_set()
 
 
 class Seen(TorchDispatchMode):

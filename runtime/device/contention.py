@@ -1,8 +1,8 @@
 """What copies take from compute on a CPU, where I/O threads share cores, caches and memory bandwidth with the ops.
 
-Measured, because machines differ widely in it: beside the same two threads of compute, copies to the spill file took as
-long from it as they lasted on one machine, and a third of that on another. What is timed beside the copies is half a
-product of matrices and half a sum, which are bound by the cores and by the memory; a copy takes about the same of both.
+Measured, because machines differ widely in it: where two threads compute on two cores, copies to the spill file took as
+long from it as they lasted on one machine, and 0.4 to 0.7 of that on another. What is timed beside the copies is mostly
+a product of matrices, and some sums: of what is bound by memory copies take more.
 """
 
 from __future__ import annotations
@@ -81,11 +81,13 @@ def _lost_ns(copy: Copy, count: int, compute: Callable[[], None], alone_ns: floa
     thread = threading.Thread(target=all_copies, name="delta-contention", daemon=True)
     began_ns, done = time.perf_counter_ns(), 0
     thread.start()
-    while thread.is_alive():
-        compute()
-        done += 1
-    took_ns = time.perf_counter_ns() - began_ns
-    thread.join()
+    try:
+        while thread.is_alive():
+            compute()
+            done += 1
+        took_ns = time.perf_counter_ns() - began_ns
+    finally:
+        thread.join()  # what it writes to is given back next
     if failed:
         raise failed[0]
     return took_ns - done * alone_ns
