@@ -117,6 +117,7 @@ class Engine:
         self._position = 0  # needs of this step that plans have been followed for
         self._failed: BudgetError | None = None
         self._recording = False
+        self._backward_writes = False
         self._evicts = not budget.unlimited and set(policy.director.actions) != {Action.KEEP}
 
     # -- facts about now ------------------------------------------------------------------------------------------
@@ -136,6 +137,12 @@ class Engine:
     def minds_writes(self) -> bool:
         """Whether a write in place could spoil something: an op may be replayed, or a step is under way."""
         return bool(self.ledger.ops) or self.learner.in_step
+
+    @property
+    def minds_backward(self) -> bool:
+        """Whether the ops of backward have to be seen, because they may write into what is needed still. In a step that
+        goes like others before they do so only if they ever did."""
+        return self._backward_writes or self.learner.routine is None or not self.learner.in_step
 
     @property
     def step_peak_bytes(self) -> int:
@@ -345,9 +352,11 @@ class Engine:
         if order >= 0:
             self.learner.loose(order)
 
-    def before_overwrite(self, record: int, now_ns: int) -> list[Instruction]:
+    def before_overwrite(self, record: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
         """An op is about to write into the storage of `record`."""
         rec = self.ledger[record]
+        if in_backward and not self._backward_writes:
+            self._backward_writes = self.ledger.leads_to_saved(record)
         out: list[Instruction] = []
         if rec.host is Host.LEAVING:
             out.append(AwaitOut(record))

@@ -400,6 +400,17 @@ class Ledger:
         """Whether a saved tensor depends on this record's bytes: itself, or through a recipe that would read them."""
         return self.records[record].handles > 0 or self.supports_missing(record)
 
+    def leads_to_saved(self, record: int) -> bool:
+        """Whether this record is saved, or one that is could be made again by reading it."""
+        seen, todo = {record}, [record]
+        while todo:
+            here = todo.pop()
+            if self.records[here].handles:
+                return True
+            todo += (child for child in self.children(here) if child not in seen)
+            seen.update(todo)
+        return False
+
     def supports_missing(self, record: int) -> bool:
         """Whether a saved record that is not available can be made again only by reading this one."""
         records, unread = self.records, self._unread

@@ -31,6 +31,7 @@ class Persistent:
         self._model = weakref.ref(model) if model is not None else None
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._refilled: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self._searched = False
         self._new: list[weakref.ref[nn.Module]] = []  # have registered buffers since the search
 
@@ -66,12 +67,20 @@ class Persistent:
         """Whether the tensor's storage belongs to FSDP and may be empty when a recipe is replayed."""
         return may_be_sharded() and self.holds(tensor) and _is_in(self._refilled, tensor.untyped_storage())
 
+    def hooked(self) -> bool:
+        """Whether the program's own code runs in backward when a parameter gets its gradient."""
+        parameters = (ref() for ref in self._parameters.values())
+        return any(
+            each is not None and bool(each._backward_hooks or each._post_accumulate_grad_hooks) for each in parameters
+        )
+
     def _has(self, tensor: Tensor) -> bool:
         return _is_in(self._known, tensor.untyped_storage())
 
     def _found(self, tensor: Tensor, parameter: nn.Parameter) -> None:
         """A parameter's storage seen for the first time: of a new model, or gathered by FSDP."""
         self._add(tensor)
+        self._parameters[id(parameter)] = weakref.ref(parameter)
         if is_flat(parameter):
             self._add(tensor, self._refilled)
         self._note_gathered()
@@ -91,7 +100,11 @@ class Persistent:
 
     def _add_all(self, modules: Iterable[nn.Module]) -> None:
         self._known = {key: ref for key, ref in self._known.items() if ref() is not None}
+        self._parameters = {key: ref for key, ref in self._parameters.items() if ref() is not None}
         for module in modules:
+            self._parameters.update(
+                (id(each), weakref.ref(each)) for each in module._parameters.values() if each is not None
+            )
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     for part in _parts(tensor):

@@ -15,9 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from delta.budget import Budget
 from delta.config import Policy
@@ -26,7 +24,7 @@ from delta.errors import BudgetError, NestedSessionError
 from delta.policies.loader import load
 from delta.report import Report
 from delta.runtime.addresses import DeviceAddresses
-from delta.runtime.compiled import AnnouncedWrites, compiled_calls
+from delta.runtime.compiled import AnnouncedWrites
 from delta.runtime.core import Core
 from delta.runtime.daemon import Daemon
 from delta.runtime.device import Device, make_device
@@ -37,6 +35,7 @@ from delta.runtime.persistent import Persistent
 from delta.runtime.recorder import Recorder
 from delta.runtime.replicas import no_replicas
 from delta.runtime.settle import settle_kernels
+from delta.runtime.switch import Switch
 from delta.runtime.tracer import Tracer
 from delta.timeline import Timeline
 from delta.trace import Recording
@@ -101,7 +100,7 @@ class evict(ContextDecorator):
         self._core: Core | None = None
         self._stack: ExitStack | None = None
         self._tracer: Tracer | None = None
-        self._switch: _Switch | None = None
+        self._switch: Switch | None = None
         self._hooks: Hooks | None = None
 
     # -- the block ------------------------------------------------------------------------------------------------
@@ -217,12 +216,13 @@ class evict(ContextDecorator):
             self._tracer = Tracer(core, hooks, self._trace, _measured(device))
             stack.callback(self._tracer.finish)
         recorder = Recorder(core) if self._tracer is None else TimedRecorder(core, self._tracer)
-        self._switch = switch = _Switch(recorder, core, self._tracer)
+        self._switch = switch = Switch(recorder, core, self._tracer)
         stack.callback(switch.off)
         core.at_pack, core.at_unpack = switch.follow, switch.step_aside
         switch.follow()
         stack.callback(register_optimizer_step_pre_hook(switch.optimizer_begins).remove)
         stack.callback(register_optimizer_step_post_hook(switch.optimizer_ended).remove)
+        stack.enter_context(switch.around_backward())
         pair = hooks if self._tracer is None else self._tracer
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pair.pack, pair.unpack))
 
@@ -249,106 +249,6 @@ class evict(ContextDecorator):
             "torch": torch.__version__,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-
-
-class _Switch:
-    """Puts tracer and recorder on the mode stack and takes them off, only where the stack is as the block found it.
-
-    In between another mode of the user's may lie above ours, and leaving a mode takes off whatever is on top. And a
-    compiled function, when it returns, puts back the dispatch keys of the time it was called: a mode put on meanwhile
-    would see nothing from then on, and one taken off would be missed.
-    """
-
-    def __init__(self, recorder: Recorder, core: Core, tracer: Tracer | None) -> None:
-        self._recorder, self._core, self._tracer = recorder, core, tracer
-        self._depth = core.modes_below = torch._C._len_torch_dispatch_stack()
-        self._compiled_calls = compiled_calls()
-        self._on: list[TorchDispatchMode] = []  # the last one on top
-        self._held_off = False
-
-    def follow(self) -> None:
-        """Do as the engine and the tracer want, if the stack allows it now."""
-        self._follow(self._wanted())
-        if torch._C._current_graph_task_id() == -1:
-            self._core.device.enforce(self._recorder in self._on)
-
-    def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,
-        nobody has to see them. A closure is forward and backward once more, and they have to be seen."""
-        traced = self._tracer is not None and self._tracer.wanted
-        if traced or self._core.engine.minds_writes:
-            return
-        if not any(callable(given) for given in (*args[1:], *kwargs.values())):
-            self._follow([])
-
-    def optimizer_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What comes next may be recorded again."""
-        self.follow()
-
-    def _follow(self, wanted: list[TorchDispatchMode]) -> None:
-        if wanted == self._on or torch._C._current_graph_task_id() != -1:
-            return
-        if torch._C._len_torch_dispatch_stack() != self._depth + len(self._on):
-            return
-        if compiled_calls() != self._compiled_calls:
-            return
-        self._turn(wanted)
-
-    def step_aside(self) -> None:
-        """In backward: take the recorder off for the rest of the node that is running. So nobody hears there of an op
-        that finds no memory, and none is refused any for the budget's sake.
-
-        Some backward formulas (that of `prod`, for one) compute differently while any dispatch mode is on the stack, so
-        plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended. Functions written
-        in Python are no such formulas: they run the program's own code, which may write, and that has to be seen.
-        """
-        if torch._C._len_torch_dispatch_stack() == self._depth or torch._C._current_graph_task_id() == -1:
-            return
-        if self._recorder not in self._on:
-            return
-        self._core.device.enforce(False)
-        if _runs_the_program_s_code(torch._C._current_autograd_node()):
-            return
-        if _get_current_dispatch_mode() is self._recorder:
-            torch._C._pop_torch_dispatch_stack(None)
-
-    def off(self) -> None:
-        self._turn([])
-
-    @contextmanager
-    def held_off(self) -> Iterator[None]:
-        """Off, whatever is asked for meanwhile; afterwards as the engine and the tracer want."""
-        self._held_off = True
-        self.off()
-        try:
-            yield
-        finally:
-            self._held_off = False
-            self.follow()
-
-    def _wanted(self) -> list[TorchDispatchMode]:
-        if self._held_off:
-            return []
-        if self._tracer is not None and self._tracer.wanted:
-            return [self._tracer, self._recorder]  # a trace tells what recording takes
-        return [self._recorder] if self._core.engine.wants_recorder else []
-
-    def _turn(self, wanted: list[TorchDispatchMode]) -> None:
-        recorded = self._recorder in self._on
-        while self._on:
-            self._on.pop().__exit__(None, None, None)
-        for mode in wanted:
-            mode.__enter__()
-            self._on.append(mode)
-        if recorded is not (self._recorder in wanted):
-            self._core.engine.recording(not recorded)
-
-
-def _runs_the_program_s_code(node: Any) -> bool:
-    """Whether a node of backward is an `autograd.Function`, other than that of a compiled graph."""
-    if not isinstance(node, torch.autograd.function.BackwardCFunction):
-        return False
-    return not getattr(type(node), "_forward_cls").__module__.startswith("torch._functorch")  # noqa: B009, not typed
 
 
 def _link(device: Device, budget: Budget) -> Link:

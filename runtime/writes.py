@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from delta.errors import StorageModifiedError
@@ -28,12 +29,12 @@ class Writes:
     def begin(self, tensors: Iterable[Tensor]) -> set[int]:
         """Storages about to be written; returns the records whose old version was saved from it."""
         core = self._core
-        preserved = set()
+        preserved, in_backward = set(), torch._C._current_graph_task_id() != -1
         for tensor in tensors:
             record = core.known(tensor)
             if record is None or record in preserved:
                 continue
-            for instruction in core.engine.before_overwrite(record, time.perf_counter_ns()):
+            for instruction in core.engine.before_overwrite(record, time.perf_counter_ns(), in_backward):
                 core.run([instruction])
                 if isinstance(instruction, Preserve):
                     preserved.add(record)

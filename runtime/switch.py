@@ -1,0 +1,175 @@
+"""Puts recorder and tracer on the dispatch mode stack, and takes them off where nobody has to see what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from delta.runtime.compiled import compiled_calls
+from delta.runtime.core import Core
+from delta.runtime.recorder import Recorder
+from delta.runtime.tracer import Tracer
+from delta.runtime.view import is_plain
+
+
+class Switch:
+    """Puts tracer and recorder on the mode stack and takes them off, only where the stack is as the block found it.
+
+    In between another mode of the user's may lie above ours, and leaving a mode takes off whatever is on top. And a
+    compiled function, when it returns, puts back the dispatch keys of the time it was called: a mode put on meanwhile
+    would see nothing from then on, and one taken off would be missed.
+    """
+
+    def __init__(self, recorder: Recorder, core: Core, tracer: Tracer | None) -> None:
+        self._recorder, self._core, self._tracer = recorder, core, tracer
+        self._depth = core.modes_below = torch._C._len_torch_dispatch_stack()
+        self._compiled_calls = compiled_calls()
+        self._on: list[TorchDispatchMode] = []  # the last one on top
+        self._held_off = False
+        self._in_backward_unseen = False
+        self._optimizer_writes: tuple[list[Tensor], set[int]] | None = None  # an optimizer is at work in there
+
+    def follow(self) -> None:
+        """Do as the engine and the tracer want, if the stack allows it now."""
+        self._follow(self._wanted())
+        if torch._C._current_graph_task_id() == -1:
+            self._core.device.enforce(self._recorder in self._on)
+
+    def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,
+        nobody has to see them. A closure is forward and backward once more, and they have to be seen."""
+        if self._in_backward_unseen:
+            self._begin_writes([tensor for group in optimizer.param_groups for tensor in group["params"]])
+        traced = self._tracer is not None and self._tracer.wanted
+        if traced or self._core.engine.minds_writes:
+            return
+        if not any(callable(given) for given in (*args[1:], *kwargs.values())):
+            self._follow([])
+
+    def optimizer_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What comes next may be recorded again."""
+        self._end_writes()
+        self.follow()
+
+    def _begin_writes(self, tensors: list[Tensor]) -> None:
+        """Nobody sees the ops that are about to write into these."""
+        written = [tensor for tensor in tensors if is_plain(tensor)]
+        with self._core.entered():
+            self._optimizer_writes = written, self._core.writes.begin(written)
+
+    def _end_writes(self) -> None:
+        if self._optimizer_writes is None:
+            return
+        (written, preserved), self._optimizer_writes = self._optimizer_writes, None
+        with self._core.entered():
+            self._core.writes.settle(self._core.writes.end(written, preserved))
+
+    def _follow(self, wanted: list[TorchDispatchMode]) -> None:
+        if wanted == self._on or torch._C._current_graph_task_id() != -1:
+            return
+        if torch._C._len_torch_dispatch_stack() != self._depth + len(self._on):
+            return
+        if compiled_calls() != self._compiled_calls:
+            return
+        self._turn(wanted)
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """While entered, backward runs without the recorder where nobody has to see its ops.
+
+        A third of a step's ops are those of backward, and the way to a dispatch mode and back costs them as much as
+        those that are recorded: one that does nothing takes about 2 % of a step on a CPU, three quarters of it there.
+        The stack is captured when backward begins, so the recorder has to be off by then.
+        """
+        autograd: Any = torch.autograd  # PyTorch, too, puts another function into this place while it traces a step
+        run = autograd._engine_run_backward
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            with self._unseen_backward() if self._needs_no_eye() else nullcontext():
+                return run(*args, **kwargs)
+
+        autograd._engine_run_backward = run_backward
+        try:
+            yield
+        finally:
+            autograd._engine_run_backward = run
+
+    def _needs_no_eye(self) -> bool:
+        """Whether the backward that begins writes into nothing that is needed still, as far as anybody can tell. A hook
+        of a parameter may do so in one step and not in another."""
+        if self._on != [self._recorder] or _get_current_dispatch_mode() is not self._recorder:
+            return False
+        return not self._core.engine.minds_backward and not self._core.persistent.hooked()
+
+    @contextmanager
+    def _unseen_backward(self) -> Iterator[None]:
+        self._core.device.enforce(False)  # nobody hears of an op that finds no memory
+        torch._C._pop_torch_dispatch_stack(None)
+        self._in_backward_unseen = True
+        try:
+            yield
+        finally:
+            self._in_backward_unseen = False
+            torch._C._push_on_torch_dispatch_stack(self._recorder)
+
+    def step_aside(self) -> None:
+        """In backward: take the recorder off for the rest of the node that is running. So nobody hears there of an op
+        that finds no memory, and none is refused any for the budget's sake.
+
+        Some backward formulas (that of `prod`, for one) compute differently while any dispatch mode is on the stack, so
+        plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended. Functions written
+        in Python are no such formulas: they run the program's own code, which may write, and that has to be seen.
+        """
+        if torch._C._len_torch_dispatch_stack() == self._depth or torch._C._current_graph_task_id() == -1:
+            return
+        if self._recorder not in self._on:
+            return
+        self._core.device.enforce(False)
+        if _runs_the_program_s_code(torch._C._current_autograd_node()):
+            return
+        if _get_current_dispatch_mode() is self._recorder:
+            torch._C._pop_torch_dispatch_stack(None)
+
+    def off(self) -> None:
+        self._turn([])
+
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Off, whatever is asked for meanwhile; afterwards as the engine and the tracer want."""
+        self._held_off = True
+        self.off()
+        try:
+            yield
+        finally:
+            self._held_off = False
+            self.follow()
+
+    def _wanted(self) -> list[TorchDispatchMode]:
+        if self._held_off:
+            return []
+        if self._tracer is not None and self._tracer.wanted:
+            return [self._tracer, self._recorder]  # a trace tells what recording takes
+        return [self._recorder] if self._core.engine.wants_recorder else []
+
+    def _turn(self, wanted: list[TorchDispatchMode]) -> None:
+        recorded = self._recorder in self._on
+        while self._on:
+            self._on.pop().__exit__(None, None, None)
+        for mode in wanted:
+            mode.__enter__()
+            self._on.append(mode)
+        if recorded is not (self._recorder in wanted):
+            self._core.engine.recording(not recorded)
+
+
+def _runs_the_program_s_code(node: Any) -> bool:
+    """Whether a node of backward is an `autograd.Function`, other than that of a compiled graph."""
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    return not getattr(type(node), "_forward_cls").__module__.startswith("torch._functorch")  # noqa: B009, not typed
