@@ -2,17 +2,17 @@
 
 The runtime reports what happened (an op ran, a tensor was saved, a value is needed, a storage died, a copy ended) and
 carries out the instructions it gets back, in order. The engine changes the ledger when it emits an instruction; an
-instruction that fails is reported by an event of its own (`copy_out_failed`). Every event carries the time in ns; the
-engine reads no clock.
+instruction that fails is reported by an event of its own (`transfers.copy_out_failed`). Every event carries the time in
+ns; the engine reads no clock.
 
 How a value is brought back: `need` says what to do with the record itself; if it is still not available, the runtime
-walks a `Descent`, and calls `before_replay` and `replayed` around each op, so that room is made before every allocation
-and what nobody needs goes after every op.
+walks a `Descent`, and calls `replays.before` and `replays.replayed` around each op, so that room is made before every
+allocation and what nobody needs goes after every op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -30,20 +30,21 @@ from delta.ledger import Ledger
 from delta.planning import Planning
 from delta.recall import Recall
 from delta.record import Host, Record
+from delta.replays import Replays
 from delta.room import Room
 from delta.routine import Routine
+from delta.settling import Settling
 from delta.step_ends import StepEnds
 from delta.totals import StepSummary, Totals
+from delta.transfers import Transfers
 from delta.types import (
     Action,
     AwaitOut,
     Drop,
     Encoding,
-    Forget,
     Hold,
     Instruction,
     Kind,
-    Leftover,
     Link,
     Look,
     Mode,
@@ -111,6 +112,11 @@ class Engine:
         )
         self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
         self._descent = Descent(self.ledger)
+        self._settling = Settling(policy, self.ledger, self._room, self.learner, self._descent)
+        self.replays = Replays(
+            policy, self.ledger, self._room, self._recall, self._descent, self._settling, self.totals
+        )
+        self.transfers = Transfers(self.ledger, self._room, self._recall, self._settling, self.totals)
         self.step_ends = StepEnds()
         self._largest_bytes = 0
         self._lost_ns = 0
@@ -348,9 +354,7 @@ class Engine:
 
     def loose(self, record: int) -> None:
         """Nobody but Delta holds the storage of a saved record any more: evicting it would free its bytes at once."""
-        order = self.ledger[record].saved_at
-        if order >= 0:
-            self.learner.loose(order)
+        self._settling.loose(record)
 
     def before_overwrite(self, record: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
         """An op is about to write into the storage of `record`."""
@@ -389,16 +393,11 @@ class Engine:
     def version_ended(self, old: int) -> list[Instruction]:
         """The op that overwrote `old` has been recorded, if it is to be: without a reader the old version is
         forgotten."""
-        return self._bury([old])
+        return self._settling.bury([old])
 
     def storage_gone(self, record: int) -> list[Instruction]:
         """The storage died on the device."""
-        if record not in self.ledger or not self.ledger[record].alive or self.ledger[record].held:
-            return []
-        self.loose(record)
-        self.ledger.gone(record)
-        self._room.candidates.missing(self.ledger[record])
-        return self._bury([record])
+        return self._settling.gone(record)
 
     # -- backward -------------------------------------------------------------------------------------------------
     def still_used(self, records: Collection[int]) -> None:
@@ -439,7 +438,7 @@ class Engine:
         """The value was handed to backward."""
         record = self.ledger.resolve(handle)
         self.ledger.unpin(record)
-        return self._settle(record)
+        return self._settling.settle(record)
 
     def unsaved(self, handle: int, now_ns: int) -> list[Instruction]:
         """A handle died."""
@@ -449,7 +448,7 @@ class Engine:
             return []
         if order >= 0:
             self.learner.released(order)
-        out = self._settle(record)
+        out = self._settling.settle(record)
         if self.ledger.own_handles == 0 and self.learner.in_step:
             out += self._end_step(now_ns)
         return out
@@ -461,64 +460,6 @@ class Engine:
             self.step_ends.ended()
             return []
         return self._end_step(now_ns, self.step_ends.whole) if self.step_ends.forward() else []
-
-    def descend(self, handle: int, now_ns: int) -> Descent:
-        """The replays that bring back a record that `need` could not: see `Descent`, and `replayed` after each."""
-        self._descent.begin(self.ledger.resolve(handle), now_ns)
-        return self._descent
-
-    def before_replay(self, op: OpInfo, now_ns: int) -> list[Instruction]:
-        """Bring in what the op reads and make room for what it makes."""
-        out: list[Instruction] = []
-        for source in dict.fromkeys(op.inputs):
-            out += self._recall.bring(self.ledger[source], now_ns)
-        return out + self._room.make(self.ledger.made_bytes(op.id), now_ns)
-
-    def made_again(self, op: OpInfo) -> list[int]:
-        """The outputs of a replay that are to be taken; the others exist already."""
-        return [r for r in op.outputs if r in self.ledger and not self.ledger[r].available and not self.ledger[r].alive]
-
-    def replayed(self, op: OpInfo, made: Iterable[int]) -> list[Instruction]:
-        """The descent's op was replayed and the runtime holds the storages of `made`. What nobody needs any more
-        goes."""
-        for record in made:
-            rec = self.ledger[record]
-            self.ledger.hold(record)
-            self._room.candidates.back(rec)
-            self.totals.recomputed_bytes += rec.nbytes
-        self._descent.ran()
-        out: list[Instruction] = []
-        if self.policy.replay.results is Leftover.DROP:
-            for record in dict.fromkeys((*made, *op.inputs)):
-                out += self._settle_temporary(record)
-        return out
-
-    def end_descent(self) -> list[Instruction]:
-        """The walk is over, finished or not: nothing is pinned or kept for it any more."""
-        out: list[Instruction] = []
-        for record in self._descent.abandon():
-            out += self._settle_temporary(record)
-        return out
-
-    def stealable(self, op: OpInfo) -> frozenset[int]:
-        """Inputs that a replay of `op` may overwrite without a copy: nobody will read them again."""
-        return frozenset(
-            record
-            for record in op.overwrites
-            if (rec := self.ledger[record]).pins == op.inputs.count(record)
-            and not rec.handles
-            and rec.kind is Kind.ACTIVATION
-            and rec.host is Host.NONE
-            and self.ledger.recoverable(record)
-        )
-
-    def stolen(self, record: int) -> list[Instruction]:
-        """The replay of an op has overwritten the storage of a `stealable` input: only its recipe is left."""
-        rec = self.ledger.records.get(record)
-        if rec is not None and rec.held:
-            self.ledger.let_go(record)
-            self._room.candidates.missing(rec)
-        return self.storage_gone(record)
 
     def backward_began(self) -> None:
         """Forward is over, where its accesses are needs too."""
@@ -570,55 +511,12 @@ class Engine:
         """There was no memory to decode to: the encoded form of `nbytes` is still the value."""
         self.ledger.decode_failed(record, nbytes)
 
-    # -- transfers ------------------------------------------------------------------------------------------------
-    def copied_out(self, record: int) -> list[Instruction]:
-        """The host copy is whole: the device copy may go."""
-        rec = self.ledger[record]
-        self.ledger.set_host(record, Host.WHOLE)
-        self.totals.swapped_out_bytes += rec.nbytes
-        if rec.pins or (not rec.handles and not rec.users):
-            return self._settle(record)
-        self.ledger.let_go(record)
-        return [Drop(record, Action.SWAP)]
-
-    def copy_out_failed(self, record: int, host_full: bool) -> list[Instruction]:
-        """The copy out did not happen: the device copy is still the value."""
-        self.ledger.set_host(record, Host.NONE)
-        if host_full:
-            self._room.candidates.host_full = True
-        else:
-            self.totals.warn("copy", "a copy to the host failed; the tensor was kept on the device")
-        return self._settle(record)
-
-    def coming(self) -> None:
-        """A copy back has begun: its destination takes memory from here on."""
-        self.ledger.note_peak()
-
-    def copied_in(self, record: int) -> list[Instruction]:
-        """The device copy is whole again."""
-        rec = self.ledger[record]
-        self.ledger.set_host(record, Host.WHOLE)
-        self.ledger.note_peak()
-        self.totals.swapped_in_bytes += rec.nbytes
-        return self._settle(record)
-
     def late(self, order: int) -> None:
         """A value, by the order of its first save, was needed while its copy back was still under way."""
         if order >= 0:
             self.learner.waited_for(order)
 
-    def copy_in_failed(self, record: int) -> None:
-        """The copy back did not happen; the host copy is still whole."""
-        self.ledger.back_failed(record)
-
-    def swap_in_again(self, record: int, now_ns: int) -> None:
-        """A copy back that failed is asked for once more."""
-        self._recall.swap_in(self.ledger[record], now_ns)
-
-    def host_room(self) -> None:
-        """Host memory was given back: swapping may be tried again."""
-        self._room.candidates.host_full = False
-
+    # -- room -----------------------------------------------------------------------------------------------------
     def pressure(self, now_ns: int) -> list[Instruction]:
         """The limit may have changed (a device budget follows what else is in use)."""
         return self._room.make(0, now_ns)
@@ -642,55 +540,6 @@ class Engine:
         return out + self._room.evict(left_bytes, now_ns)
 
     # -- ends -----------------------------------------------------------------------------------------------------
-    def _settle(self, record: int) -> list[Instruction]:
-        """Let go of a record nobody needs, and forget what that leaves without a reader."""
-        rec = self.ledger.records.get(record)
-        if rec is None or rec.handles or rec.pins:
-            return []
-        if rec.host in (Host.LEAVING, Host.COMING):
-            return []
-        lets_go = rec.held or rec.encoded_bytes > 0
-        lets_go &= rec.stood_in_for or self._drops_source(rec) or not self.ledger.needed(record)
-        if lets_go:
-            self.ledger.let_go(record)
-            self._room.candidates.missing(rec)
-        buried = self._bury([record])
-        if lets_go and record in self.ledger:  # what was only an encoded form is forgotten at once
-            return [Release(record), *buried]
-        return buried
-
-    def _drops_source(self, rec: Record) -> bool:
-        """Whether a record without handles goes although the recipe of a missing one reads it."""
-        plan = self.learner.plan
-        drops = self.policy.replay.sources is Leftover.DROP or (plan is not None and plan.rehearsed)
-        return drops and self.ledger.recoverable(rec.id)
-
-    def _settle_temporary(self, record: int) -> list[Instruction]:
-        """After a replay: what has no handle and no further reader in the chain goes at once."""
-        rec = self.ledger.records.get(record)
-        if rec is None or rec.handles or rec.pins or not rec.held or rec.kind is not Kind.ACTIVATION:
-            return []
-        if self._descent.wants(record) or rec.host in (Host.LEAVING, Host.COMING):
-            return []
-        if not self.ledger.recoverable(record):
-            return []
-        self.ledger.let_go(record)
-        self._room.candidates.missing(rec)
-        return [Release(record)]
-
-    def _bury(self, records: Iterable[int]) -> list[Instruction]:
-        forgotten, idle = self.ledger.forget_dead(records)
-        return self._let_go_idle(forgotten, idle)
-
-    def _let_go_idle(self, forgotten: list[int], idle: list[int]) -> list[Instruction]:
-        out: list[Instruction] = [Forget(record) for record in forgotten]
-        for record in forgotten:
-            self._room.candidates.makers.pop(record, None)
-        for record in idle:
-            self.ledger.let_go(record)
-            out.append(Release(record))
-        return out
-
     def _end_step(self, now_ns: int, whole: bool = True) -> list[Instruction]:
         """`whole`: it was one step, else it was found out too late that one had ended, and nothing can be learned."""
         self.keeping.end()  # what is left over is of no step, and has to be told apart from what is
@@ -720,7 +569,7 @@ class Engine:
             self._headroom.new_step()
         if self.planning.made > plans_before:
             self.totals.planned(True, self._clock() - began_ns)
-        out = self._let_go_idle(*ledger.cut())
+        out = self._settling.let_go_idle(*ledger.cut())
         self._room.new_step()
         self._recall.new_step()
         self._descent.new_step()

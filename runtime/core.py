@@ -26,14 +26,15 @@ from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.keeping import Kept
 from delta.record import Host
+from delta.runtime.attached import Attached
 from delta.runtime.batch_norm import Trials
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
+from delta.runtime.gauge import Gauge
 from delta.runtime.kept import KeptTensors
 from delta.runtime.moments import Moments
 from delta.runtime.persistent import Persistent
 from delta.runtime.planning import PlanningAside
-from delta.runtime.rawmem import sole_owner
 from delta.runtime.recompute import Recipe
 from delta.runtime.rematerialise import Rematerialiser
 from delta.runtime.slots import Slot, StorageRef
@@ -60,9 +61,7 @@ from delta.types import (
 )
 
 _NOTES = 16  # of small storages that are needed no more, until they are let go of
-_LOOSE = 8
 _LONGEST_HOLD_NS = 2_000_000_000
-KEPT_BYTES = 4 * 2**20  # by the allocator, which are worth being asked for
 
 
 def _nothing() -> None:
@@ -105,11 +104,12 @@ class Core:
         self.writes = Writes(self)
         self.trials = Trials(self.begins, self.spent)
         self.planning = PlanningAside(engine.planning)
+        self.gauge = Gauge(engine, device)
         self.slots: dict[int, Slot] = {}
+        self.attached = Attached(self.slots, engine.loose)
         self.stall_ns = 0
         self.overhead_ns = 0
         self.oom_rescues = 0
-        self.peak_device_bytes = 0
         self.module = ""  # qualified name of the module now running, where the session knows it
         self.at_pack: Callable[[], None] = _nothing  # turns the recorder on and off
         self.at_unpack: Callable[[], None] = _nothing  # takes it out of backward's way
@@ -128,11 +128,8 @@ class Core:
         self._owner = 0
         self._entered_ns = 0
         self._excluded_ns = 0
-        self._attached: list[int] = []  # saved in this step, and used by others than Delta when last looked at
         self._step_began_ns = 0
         self._host_step_ns = 0  # from a step's first save to its last need, by the host's clock
-        # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
-        self._looks_at_ops = engine.budget.device_bytes is not None and device.hoards
         self._warned = 0
 
     def next_id(self) -> int:
@@ -299,8 +296,7 @@ class Core:
         self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))
         if untimed is not None:
             self._untimed.append((op.id, untimed))
-        if self._looks_at_ops:
-            self._look()
+        self.gauge.look_closely()
 
     def _time_ops(self, wait: bool) -> None:
         """Tell the engine the times the device has by now; with `wait`, all that are missing."""
@@ -378,19 +374,10 @@ class Core:
         every one is looked after."""
         return self.may_watch and self.engine.learner.routine is not None
 
-    def look_closely(self) -> None:
-        """Tell the engine what is in use where only levels are seen, so that a peak shows."""
-        if self._looks_at_ops:
-            self._look()
-
     def go_on(self) -> None:
         """A need was served: what the plan puts after it."""
         self.run(self.engine.prefetch(time.perf_counter_ns()))
-        self._look(own=True)
-
-    def attached(self, record: int) -> None:
-        """Others than Delta may use the storage of a saved record."""
-        self._attached.append(record)
+        self.gauge.look(own=True)
 
     def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool) -> int:
         """Autograd saved a tensor; returns its record. `stays`: it is too small to be evicted, and when the program
@@ -406,14 +393,14 @@ class Core:
         now_ns = time.perf_counter_ns()
         if begins:
             self._step_began_ns = now_ns
-        self._look()
+        self.gauge.look()
         if self._untimed:
             self._time_ops(wait=False)
         if not stays:
-            self._note_loose(few=not engine.learner.recorded)
+            self.attached.look(few=not engine.learner.recorded)
         rec = engine.ledger[record]
         if rec.saved_at < 0 and not stays:
-            self._attached.append(record)
+            self.attached.add(record)
             if engine.encodes:
                 self.encoder.offer(record, tensor)
         instructions = engine.saved(record, signature, now_ns, look)
@@ -430,27 +417,6 @@ class Core:
         if self.moments is not None and self.engine.learner.recorded:
             self.moments.saw(self.engine.learner.log)
 
-    def _note_loose(self, few: bool = False) -> None:
-        """Find the saved storages that the program itself, or backward, has let go of since this was last looked at.
-
-        ``few``: of many look at the oldest and the newest only, the others in turn. That is enough in forward of a step
-        that is not learned from: most are let go of soon, and what is found a little late is not missed.
-        """
-        attached, looked_at = [], self._attached
-        if few and len(looked_at) > 2 * _LOOSE:
-            attached = looked_at[_LOOSE:-_LOOSE]
-            looked_at = looked_at[:_LOOSE] + looked_at[-_LOOSE:]
-        for record in looked_at:
-            slot = self.slots.get(record)
-            storage = slot.alive() if slot is not None else None
-            if slot is None or storage is None:
-                continue  # its death is noticed by itself
-            if slot.storage is not None and sole_owner(storage):
-                self.engine.loose(record)
-            else:
-                attached.append(record)
-        self._attached = attached
-
     def fetch(self, handle: int, view: View) -> Tensor:
         """What a handle stands for, brought back if need be and ready for the current stream.
 
@@ -458,9 +424,9 @@ class Core:
         moment it is let go of, and the end of a copy out that was under way all along lets go of it.
         """
         self.device.meet()
-        self._look()
-        self._note_loose()
-        self.engine.still_used(self._attached)
+        self.gauge.look()
+        self.attached.look()
+        self.engine.still_used(self.attached.records)
         now_ns = time.perf_counter_ns()
         self._host_step_ns = now_ns - self._step_began_ns
         needs = self.engine.need(handle, now_ns, torch._C._current_graph_task_id() != -1)
@@ -477,8 +443,7 @@ class Core:
             return view.over(storage)
         finally:
             self.run(self.engine.served(handle))
-            if record not in self._attached:
-                self._attached.append(record)
+            self.attached.given_out(record)
             self.go_on()
 
     def fetch_small(self, handle: int) -> torch.UntypedStorage:
@@ -518,7 +483,7 @@ class Core:
             self.run(self.engine.rescue(time.perf_counter_ns()))
             self.device.trim()
             self.device.enforce(False)
-            self._look(own=True)
+            self.gauge.look(own=True)
 
     def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op of the program's: for it, `inside` is False, and garbage is collected as ever."""
@@ -590,7 +555,7 @@ class Core:
         slot = self.slots.pop(record)
         if slot.block is not None:
             self.device.free(slot.block)
-            self.engine.host_room()
+            self.engine.transfers.host_room()
 
     def own_time(self, ns: int) -> None:
         """The user's own op ran this long inside `entered`: not Delta's overhead."""
@@ -616,25 +581,6 @@ class Core:
         self.spent(ended_ns - began_ns)
         self.emit("waited", record=record, start_ns=began_ns, end_ns=ended_ns, why=why)
 
-    def _look(self, own: bool = False) -> None:
-        """Tell the engine what is in use, for a budget on the whole device; `own`: after Delta's own work."""
-        budget, device = self.engine.budget, self.device
-        if budget.device_bytes is None:
-            return
-        now, peak = device.in_use()
-        used = device.used_bytes() if device.hoards else now
-        # What the allocator merely keeps is neither an activation nor in use, and the next op may not fit into it.
-        if used - now > KEPT_BYTES and used + self.engine.working_bytes > budget.whole_bytes:
-            device.trim()
-            used = device.used_bytes()
-        if used > budget.whole_bytes:
-            now = max(now, used)
-        self.peak_device_bytes = max(self.peak_device_bytes, used)
-        if own:
-            self.engine.settled(now)
-        else:
-            self.engine.looked(now, max(now, peak))
-
     def _step_ended(self) -> None:
         finished = self.engine.finished_steps
         if not finished:
@@ -657,21 +603,19 @@ class Core:
                 unevicted_peak_bytes=step.unevicted_peak_bytes,
             )
         finished.clear()
-        self._attached.clear()
+        self.attached.step_ended()
         self.kept.step_ended()
         self.timeline.flush()
 
     def sample(self) -> None:
         """One point of the memory timeline; also keeps the device's peak."""
         with self:
-            used = self.device.used_bytes()
-            self.peak_device_bytes = max(self.peak_device_bytes, used)
             ledger = self.engine.ledger
             self.emit(
                 "memory",
                 resident_bytes=ledger.resident_bytes + self.watch.resident_bytes,
                 unevicted_bytes=ledger.unevicted_bytes + self.watch.resident_bytes,
-                device_bytes=used,
+                device_bytes=self.gauge.sample_bytes(),
                 host_bytes=self.device.host_bytes(),
                 limit_bytes=self.engine.limit_bytes,
             )

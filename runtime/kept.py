@@ -72,7 +72,7 @@ class KeptTensors:
             if order < 0:
                 return None
             core.device.computes()
-            core.look_closely()
+            core.gauge.look_closely()
             kept = engine.keep(order, key, signature, nbytes, core.next_id, time.perf_counter_ns())
             if kept is None:
                 return None
@@ -87,7 +87,7 @@ class KeptTensors:
         assert kept is not None
         in_backward = torch._C._current_graph_task_id() != -1
         with core.briefly:
-            core.look_closely()
+            core.gauge.look_closely()
             now_ns = time.perf_counter_ns()
             more = self._engine.need_kept(kept, packed.stretch, packed.stays, now_ns, in_backward)
         if more:
@@ -112,7 +112,7 @@ class KeptTensors:
             core.slots[kept.record] = slot = Slot(core.track(storage, kept.record))
             slot.storage = storage
             if not packed.stays:
-                core.attached(kept.record)
+                core.attached.add(kept.record)
         packed.taken = handle_of(core, kept.record, tensor, packed.version, packed.stays)
         packed.tensor = None
 

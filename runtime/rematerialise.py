@@ -28,19 +28,19 @@ class Rematerialiser:
     def bring_back(self, record: int) -> None:
         """Replay what is missing for `record`; afterwards it is held. RecomputeMismatchError where a replay differs."""
         core, engine = self._core, self._core.engine
-        walk = engine.descend(record, time.perf_counter_ns())
+        walk = engine.replays.descend(record, time.perf_counter_ns())
         try:
             while (op := walk.next(time.perf_counter_ns())) is not None:
                 self._replay(op)
         finally:
-            core.run(engine.end_descent())
+            core.run(engine.replays.end_descent())
 
     def _replay(self, op: OpInfo) -> None:
         core, engine = self._core, self._core.engine
-        core.run(engine.before_replay(op, time.perf_counter_ns()))
+        core.run(engine.replays.before(op, time.perf_counter_ns()))
         there = {source: core.ready(source) for source in op.inputs}
         core.writes.refuse_unseen(op)
-        wanted, stolen = engine.made_again(op), engine.stealable(op)
+        wanted, stolen = engine.replays.made_again(op), engine.replays.stealable(op)
         recipe = next(slot.recipe for r in op.outputs if (slot := core.slots.get(r)) is not None and slot.recipe)
         began_ns = core.begins()
         with only_lowest(core.modes_below):
@@ -53,9 +53,9 @@ class Rematerialiser:
             slot.ref = core.track(storages[made], made)
         for source in stolen:  # its storage belongs to the new version now
             core.slots[source].ref = core.slots[source].storage = None
-        core.run(engine.replayed(op, wanted))
+        core.run(engine.replays.replayed(op, wanted))
         for source in stolen:
-            core.run(engine.stolen(source))
+            core.run(engine.replays.stolen(source))
         core.spent(ended_ns - began_ns)
         self.spent_ns += ended_ns - began_ns
         if core.timeline.active:

@@ -165,7 +165,7 @@ class evict(ContextDecorator):
                 unevicted_peak_activation_bytes=max(
                     totals.unevicted_peak_bytes, engine.step_unevicted_peak_bytes, core.watch.peak_bytes
                 ),
-                peak_device_bytes=core.peak_device_bytes,
+                peak_device_bytes=core.gauge.peak_bytes,
                 budget_bytes=engine.told_budget_bytes,
                 swapped_out_bytes=totals.swapped_out_bytes,
                 swapped_in_bytes=totals.swapped_in_bytes,

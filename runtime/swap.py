@@ -51,10 +51,10 @@ class Swap:
             with torch._C._DisableTorchDispatch():  # a copy is many small steps, and in forward each would pass a mode
                 slot.going = self._core.device.copy_out(slot.storage)
         except HostFullError:
-            self._core.run(self._core.engine.copy_out_failed(record, host_full=True))
+            self._core.run(self._core.engine.transfers.copy_out_failed(record, host_full=True))
             return
         except SwapError:
-            self._core.run(self._core.engine.copy_out_failed(record, host_full=False))
+            self._core.run(self._core.engine.transfers.copy_out_failed(record, host_full=False))
             return
         self._going.append(record)
         if wait:
@@ -79,11 +79,11 @@ class Swap:
         self._going.remove(record)
         assert ticket is not None
         if failed is not None:
-            self._core.run(self._core.engine.copy_out_failed(record, issubclass(failed, HostFullError)))
+            self._core.run(self._core.engine.transfers.copy_out_failed(record, issubclass(failed, HostFullError)))
             return
         slot.block = ticket.block
         self._tell(record, ticket)
-        self._core.run(self._core.engine.copied_out(record))
+        self._core.run(self._core.engine.transfers.copied_out(record))
 
     def back(self, record: int) -> None:
         """Begin a copy back. If it cannot be begun, whoever needs the value asks for it again."""
@@ -97,13 +97,13 @@ class Swap:
             with torch._C._DisableTorchDispatch():
                 slot.coming = self._core.device.copy_in(slot.block)
         except (SwapError, torch.OutOfMemoryError):
-            self._core.engine.copy_in_failed(record)
+            self._core.engine.transfers.copy_in_failed(record)
             raise
         slot.storage = slot.coming.storage
         if slot.storage is not None:  # else it has failed already, as whoever looks at it next will find
             slot.ref = self._core.track(slot.storage, record)
         self._coming.append(record)
-        self._core.engine.coming()
+        self._core.engine.transfers.coming()
 
     def await_back(self, record: int) -> None:
         """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed or was
@@ -138,12 +138,12 @@ class Swap:
     def _back_again(self, record: int) -> None:
         """Begin the copy once more; where there is no memory for it, after everything that can go has gone."""
         core = self._core
-        core.engine.swap_in_again(record, time.perf_counter_ns())
+        core.engine.transfers.swap_in_again(record, time.perf_counter_ns())
         with suppress(torch.OutOfMemoryError):
             self._begin_back(record)
             return
         core.rescue()
-        core.engine.swap_in_again(record, time.perf_counter_ns())
+        core.engine.transfers.swap_in_again(record, time.perf_counter_ns())
         self._begin_back(record)
 
     def _wait_back(self, record: int) -> None:
@@ -163,7 +163,7 @@ class Swap:
         if slot.ref is not None:
             self._core.untrack(slot.ref)
         slot.coming = slot.storage = slot.ref = None
-        self._core.engine.copy_in_failed(record)
+        self._core.engine.transfers.copy_in_failed(record)
 
     def _back_ended(self, record: int) -> None:
         slot = self._core.slots[record]
@@ -171,7 +171,7 @@ class Swap:
         self._coming.remove(record)
         assert ticket is not None
         self._tell(record, ticket)
-        self._core.run(self._core.engine.copied_in(record))
+        self._core.run(self._core.engine.transfers.copied_in(record))
 
     def poll(self) -> None:
         """Take in the transfers that have ended. A card may be dozens of them behind the host, which comes here at each

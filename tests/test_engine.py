@@ -423,16 +423,16 @@ def test_what_a_replay_may_overwrite_without_a_copy():
     toy.save(3, 30)
     toy.let_go(1, 3)
     toy._do(toy.engine.rescue(40))
-    walk = toy.engine.descend(3, 50)
+    walk = toy.engine.replays.descend(3, 50)
     for made in (1, 2):
         op = walk.next(50)
         assert op is not None and op.outputs == (made,)
         toy._replay(op)
     last = walk.next(50)
     assert last is not None and last.outputs == (3,)
-    assert toy.engine.stealable(last) == {2}
+    assert toy.engine.replays.stealable(last) == {2}
     toy.engine.ledger[2].pins += 1  # somebody else reads it as well
-    assert toy.engine.stealable(last) == frozenset()
+    assert toy.engine.replays.stealable(last) == frozenset()
 
 
 # -- the host tier fails ----------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def test_when_the_host_has_room_again_it_is_used_again():
     toy.op(1, 100, [0], cost_ns=5000)
     toy.save(1, 10)
     toy.host_room_left = True
-    toy.engine.host_room()
+    toy.engine.transfers.host_room()
     assert toy._do(toy.engine.rescue(20))[0] == SwapOut(1, wait=True)
 
 
@@ -472,7 +472,7 @@ def test_a_failed_copy_out_keeps_and_warns():
     forward(toy, 1)
     leaves(toy, 1, 15)
     toy.leaving.clear()
-    assert toy._do(toy.engine.copy_out_failed(1, host_full=False)) == []
+    assert toy._do(toy.engine.transfers.copy_out_failed(1, host_full=False)) == []
     assert toy.engine.totals.warnings == ["a copy to the host failed; the tensor was kept on the device"]
     assert toy.need(1, 20) == []
 
@@ -484,10 +484,10 @@ def test_a_failed_copy_back_may_be_asked_for_again():
     assert toy.need(3, 40) == [SwapIn(2)]
     toy.coming.clear()
     toy.mine.discard(2)
-    toy.engine.copy_in_failed(2)
+    toy.engine.transfers.copy_in_failed(2)
     toy.engine.ledger.validate()
     assert toy.engine.ledger.resident_bytes == 100
-    toy.engine.swap_in_again(2, 45)
+    toy.engine.transfers.swap_in_again(2, 45)
     assert toy._do([SwapIn(2)]) == [SwapIn(2)]
     assert toy.copy_ends(2) == []
     assert toy.engine.ledger.resident_bytes == 200
@@ -805,7 +805,7 @@ def test_a_copy_back_counts_in_the_peak_from_its_beginning():
     ledger.restart_peaks()
     assert toy.engine.need(2, 40) == [SwapIn(2)]
     assert ledger.peak_resident_bytes == 100, "what gives it room may still have to go"
-    toy.engine.coming()
+    toy.engine.transfers.coming()
     assert ledger.peak_resident_bytes == 200
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import delta
 from delta.engine import Engine
+from delta.replays import Replays
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.handle import Handle
 from delta.runtime.hooks import Hooks, Passed
@@ -273,8 +274,8 @@ def collections_within_decisions(monkeypatch):
 
         return answered
 
-    for name in ("need", "before_replay"):
-        monkeypatch.setattr(Engine, name, slowly(getattr(Engine, name)))
+    for part, name in ((Engine, "need"), (Replays, "before")):
+        monkeypatch.setattr(part, name, slowly(getattr(part, name)))
     before = gc.get_threshold()
     gc.set_threshold(40_000)
     yield

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from delta.runtime import core
+from delta.runtime import attached
+from delta.runtime.attached import Attached
 from delta.runtime.core import Core
 from delta.runtime.swap import Swap
 
@@ -48,15 +49,17 @@ def test_of_many_storages_in_use_a_few_are_looked_at_each_time(monkeypatch: pyte
     """The newest at once, and each of the others before long; all of them where it is not said that few will do."""
     looked_at, loose = list[int](), list[int]()
     slots = {n: SimpleNamespace(alive=lambda n=n: n, storage=n) for n in range(40)}
-    monkeypatch.setattr(core, "sole_owner", lambda storage: looked_at.append(storage) or storage in (20, 39))
-    told: Any = SimpleNamespace(_attached=list(range(40)), slots=slots, engine=SimpleNamespace(loose=loose.append))
-    Core._note_loose(told, few=True)
+    monkeypatch.setattr(attached, "sole_owner", lambda storage: looked_at.append(storage) or storage in (20, 39))
+    saved = Attached(cast(Any, slots), loose.append)
+    for n in range(40):
+        saved.add(n)
+    saved.look(few=True)
     assert (len(looked_at), loose) == (16, [39])
     for _ in range(4):
-        Core._note_loose(told, few=True)
+        saved.look(few=True)
     assert loose == [39, 20]
     assert set(looked_at) == set(range(40))
-    assert sorted(told._attached) == [n for n in range(40) if n not in (20, 39)]
+    assert sorted(saved.records) == [n for n in range(40) if n not in (20, 39)]
     looked_at.clear()
-    Core._note_loose(told)
+    saved.look()
     assert len(looked_at) == 38

@@ -108,10 +108,10 @@ class Toy:
             done += self._do(self.engine.allocating(self.engine.ledger[now].nbytes, at))
             self.engine.stood_in(now)
         elif not self.engine.ledger[now].held and self.engine.ledger[now].kind is not Kind.PARAMETER:
-            walk = self.engine.descend(record, at)
+            walk = self.engine.replays.descend(record, at)
             while (op := walk.next(at)) is not None:
                 done += self._replay(op)
-            done += self._do(self.engine.end_descent())
+            done += self._do(self.engine.replays.end_descent())
         if now in self.coming:
             done += self.copy_ends(now)
         assert stood_in or now in self.mine | self.program, f"record {now} was not brought back"
@@ -134,9 +134,9 @@ class Toy:
         """A copy out or back has ended."""
         if record in self.leaving:
             self.leaving.remove(record)
-            return self._do(self.engine.copied_out(record))
+            return self._do(self.engine.transfers.copied_out(record))
         self.coming.remove(record)
-        return self._do(self.engine.copied_in(record))
+        return self._do(self.engine.transfers.copied_in(record))
 
     def overwrite(self, old: int, new: int, read: Iterable[int], nbytes: int) -> list[Instruction]:
         """An op that reads `read` writes into the storage of `old`, which holds the version `new` from then on."""
@@ -153,17 +153,17 @@ class Toy:
 
     # -- the machine --------------------------------------------------------------------------------------------------
     def _replay(self, op: OpInfo) -> list[Instruction]:
-        done = self._do(self.engine.before_replay(op, self.now))
+        done = self._do(self.engine.replays.before(op, self.now))
         for source in op.inputs:
             if source in self.coming:
                 done += self.copy_ends(source)
-        made, stolen = self.engine.made_again(op), self.engine.stealable(op)
+        made, stolen = self.engine.replays.made_again(op), self.engine.replays.stealable(op)
         self.mine |= set(made)
         self.encoded -= set(made)
         self.mine -= stolen
         self.replayed.append(op.outputs[0])
-        done += self._do(self.engine.replayed(op, made))
-        return done + [instruction for record in stolen for instruction in self._do(self.engine.stolen(record))]
+        done += self._do(self.engine.replays.replayed(op, made))
+        return done + [instruction for record in stolen for instruction in self._do(self.engine.replays.stolen(record))]
 
     def _do(self, instructions: Iterable[Instruction]) -> list[Instruction]:
         self.engine.ledger.validate()
@@ -199,7 +199,7 @@ class Toy:
             case SwapOut(record, wait):
                 assert record in self.mine
                 if not self.host_room_left:
-                    return self._do(self.engine.copy_out_failed(record, host_full=True))
+                    return self._do(self.engine.transfers.copy_out_failed(record, host_full=True))
                 self.leaving.append(record)
                 return self.copy_ends(record) if wait and not self.slow else []
             case SwapIn(record):

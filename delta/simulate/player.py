@@ -297,19 +297,19 @@ class Player:
         self._do(self.engine.prefetch(self._now))
 
     def _replay(self, record: int) -> None:
-        walk = self.engine.descend(record, self._now)
+        walk = self.engine.replays.descend(record, self._now)
         try:
             while (op := walk.next(self._now)) is not None:
                 self._replay_op(op)
         finally:
-            self._do(self.engine.end_descent())
+            self._do(self.engine.replays.end_descent())
 
     def _replay_op(self, op: OpInfo) -> None:
         engine, machine = self.engine, self.machine
-        self._do(engine.before_replay(op, self._now))
+        self._do(engine.replays.before(op, self._now))
         for source in op.inputs:
             self._ready(source)
-        made, stolen = engine.made_again(op), engine.stealable(op)
+        made, stolen = engine.replays.made_again(op), engine.replays.stealable(op)
         twins = {record: next(self._ids) for record in op.outputs if record not in made}  # made once more, for nothing
         for record in op.outputs:
             self._allocate(twins.get(record, record), machine.nbytes[record], engine.from_right(op.name))
@@ -321,13 +321,13 @@ class Player:
         self.replay_ns += op.cost_ns
         if self.replay_ns > self._limit_ns:
             raise Thrash
-        self._do(engine.replayed(op, made))
+        self._do(engine.replays.replayed(op, made))
         for source in stolen:
             self._steal(source)
 
     def _steal(self, record: int) -> None:
         """A replay has written over the storage of an input that nobody will read again."""
-        self._do(self.engine.stolen(record))
+        self._do(self.engine.replays.stolen(record))
         if self.machine.holds(record):
             self._do(self._died(record))
 
@@ -348,10 +348,10 @@ class Player:
         """Tell the engine of the copies that have ended by now."""
         for record, done_ns in list(self._going.items()):
             if done_ns <= self._now and self._going.pop(record, None) is not None:
-                self._do(self.engine.copied_out(record))
+                self._do(self.engine.transfers.copied_out(record))
         for record, done_ns in list(self._coming.items()):
             if done_ns <= self._now and self._coming.pop(record, None) is not None:
-                self._do(self.engine.copied_in(record))
+                self._do(self.engine.transfers.copied_in(record))
 
     def _allocate(self, record: int, nbytes: int, from_right: bool = False) -> None:
         """Memory for a storage. Where it is there but not in one piece, more has to go."""
@@ -389,7 +389,7 @@ class Player:
                     from_right = self.engine.from_right(self.engine.maker(record))
                     self._allocate(record, self.machine.nbytes[record], from_right)
                     self._coming[record] = self.machine.copy_in(record)
-                    self.engine.coming()
+                    self.engine.transfers.coming()
                 case Hold(record) | Forget(record):
                     self._discard_encoded(record)
                 case Preserve(_):

@@ -69,7 +69,7 @@ class Net:
     def evict(self) -> None:
         for instruction in self.engine.make_place(1, self.now_ns):
             if isinstance(instruction, SwapOut):
-                self.engine.copied_out(instruction.record)
+                self.engine.transfers.copied_out(instruction.record)
             if isinstance(instruction, Drop | SwapOut):
                 self.engine.storage_gone(instruction.record)
                 self.gone.append(instruction.record)
@@ -80,14 +80,14 @@ class Net:
         while engine.ledger[record := self.gone.popleft()].held:
             pass
         if engine.need(record, self.now_ns):
-            engine.copied_in(record)
+            engine.transfers.copied_in(record)
             self.missing -= 1
-        walk = engine.descend(record, self.now_ns)
+        walk = engine.replays.descend(record, self.now_ns)
         while (op := walk.next(self.now_ns)) is not None:
-            made = engine.made_again(op)
+            made = engine.replays.made_again(op)
             self.missing -= len(made)
-            engine.replayed(op, made)
-        engine.end_descent()
+            engine.replays.replayed(op, made)
+        engine.replays.end_descent()
         engine.served(record)
 
 

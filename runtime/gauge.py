@@ -1,0 +1,48 @@
+"""What the device has in use, told to the engine where a budget is on the whole of it."""
+
+from __future__ import annotations
+
+from delta.engine import Engine
+from delta.runtime.device.base import Device
+
+_KEPT_BYTES = 4 * 2**20  # by the allocator, which are worth being asked for
+
+
+class Gauge:
+    """Looks at the device for one session, and keeps the most it has seen."""
+
+    def __init__(self, engine: Engine, device: Device) -> None:
+        self._engine, self._device = engine, device
+        self.peak_bytes = 0
+        # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
+        self._closely = engine.budget.device_bytes is not None and device.hoards
+
+    def look(self, own: bool = False) -> None:
+        """Tell the engine what is in use; `own`: after Delta's own work."""
+        budget, device = self._engine.budget, self._device
+        if budget.device_bytes is None:
+            return
+        now, peak = device.in_use()
+        used = device.used_bytes() if device.hoards else now
+        # What the allocator merely keeps is neither an activation nor in use, and the next op may not fit into it.
+        if used - now > _KEPT_BYTES and used + self._engine.working_bytes > budget.whole_bytes:
+            device.trim()
+            used = device.used_bytes()
+        if used > budget.whole_bytes:
+            now = max(now, used)
+        self.peak_bytes = max(self.peak_bytes, used)
+        if own:
+            self._engine.settled(now)
+        else:
+            self._engine.looked(now, max(now, peak))
+
+    def look_closely(self) -> None:
+        """Where only levels are seen: look, so that a peak shows."""
+        if self._closely:
+            self.look()
+
+    def sample_bytes(self) -> int:
+        """What is in use now, whatever the budget is on."""
+        used = self._device.used_bytes()
+        self.peak_bytes = max(self.peak_bytes, used)
+        return used
