@@ -150,6 +150,10 @@ class Engine:
         goes like others before they do so only if they ever did."""
         return self._backward_writes or self.learner.routine is None or not self.learner.in_step
 
+    def written_unseen(self) -> None:
+        """Something was written that a replay would have read, and nobody saw it: from now on backward is seen."""
+        self._backward_writes = True
+
     @property
     def step_peak_bytes(self) -> int:
         """The most that was resident in the step under way."""

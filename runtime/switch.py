@@ -83,8 +83,8 @@ class Switch:
     def around_backward(self) -> Iterator[None]:
         """While entered, backward runs without the recorder where nobody has to see its ops.
 
-        A third of a step's ops are those of backward, and the way to a dispatch mode and back costs them as much as
-        those that are recorded: one that does nothing takes about 2 % of a step on a CPU, three quarters of it there.
+        Half of a step's ops and more are those of backward, and the way to a dispatch mode and back costs each of them
+        something: one that does nothing takes about 2 % of a step on a CPU, three quarters of it there.
         The stack is captured when backward begins, so the recorder has to be off by then.
         """
         autograd: Any = torch.autograd  # PyTorch, too, puts another function into this place while it traces a step
@@ -116,6 +116,7 @@ class Switch:
             yield
         finally:
             self._in_backward_unseen = False
+            self._optimizer_writes = None  # of one that failed midway, and backward with it
             torch._C._push_on_torch_dispatch_stack(self._recorder)
 
     def step_aside(self) -> None:

@@ -69,9 +69,10 @@ class Writes:
         """Raise where an input of an op that is to be replayed has been written since, and nobody told."""
         for source in op.inputs:
             if self._core.slots[source].written_unseen:
+                self._core.engine.written_unseen()
                 raise StorageModifiedError(
                     f"a dropped tensor cannot be made again: {op.name} would read "
                     f"{self._core.engine.ledger[source].nbytes} bytes that were written after forward where Delta does "
-                    "not see it (by another thread, or by C++ code in backward). Write them after backward, or write "
-                    "into a clone."
+                    "not see it (by another thread, by C++ code in backward, or in backward for the first time). Write "
+                    "them after backward, or write into a clone."
                 )

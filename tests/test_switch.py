@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import delta
+from delta.errors import StorageModifiedError
 from delta.runtime.recorder import Recorder
 
 STEPS = 12
@@ -60,7 +61,7 @@ class Training:
         self.optimizer = torch.optim.SGD([self.model.shift], lr=0.5, weight_decay=0.5)
         self.at = 0
 
-    def shift(self) -> None:
+    def shift_versioned(self) -> None:
         with torch.no_grad():
             self.model.shift.add_(0.5)
 
@@ -195,6 +196,24 @@ def test_once_backward_has_written_it_is_seen(writer, before, monkeypatch):
         trained(training, writer, lambda: counts.append(seen.total()))
     assert (counts[ODD - 1] < counts[ODD]) is before
     assert counts[ODD + 1] < counts[ODD + 2]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_write_that_comes_for_the_first_time_and_unseen_is_refused_once():
+    """Nothing tells of it but the version counter. From then on backward is seen."""
+    training = Training()
+    act = training.now_and_then(training.shift_versioned)
+
+    def writing(_: Training) -> Callable[[Tensor], Tensor]:
+        return lambda x: Acting.apply(x, act)
+
+    with evict(training):
+        with pytest.raises(StorageModifiedError, match="in backward for the first time"):
+            trained(training, writing)
+        assert training.at == ODD
+        for _ in range(3):
+            training.step(writing(training))
+    assert training.at == STEPS
 
 
 class Refused(RuntimeError):
