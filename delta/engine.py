@@ -116,7 +116,7 @@ class Engine:
         self.replays = Replays(
             policy, self.ledger, self._room, self._recall, self._descent, self._settling, self.totals
         )
-        self.transfers = Transfers(self.ledger, self._room, self._recall, self._settling, self.totals)
+        self.transfers = Transfers(self.ledger, self._room, self._recall, self.learner, self._settling, self.totals)
         self.step_ends = StepEnds()
         self._largest_bytes = 0
         self._lost_ns = 0
@@ -514,11 +514,6 @@ class Engine:
     def decode_failed(self, record: int, nbytes: int) -> None:
         """There was no memory to decode to: the encoded form of `nbytes` is still the value."""
         self.ledger.decode_failed(record, nbytes)
-
-    def late(self, order: int) -> None:
-        """A value, by the order of its first save, was needed while its copy back was still under way."""
-        if order >= 0:
-            self.learner.waited_for(order)
 
     # -- room -----------------------------------------------------------------------------------------------------
     def pressure(self, now_ns: int) -> list[Instruction]:

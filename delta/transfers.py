@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.recall import Recall
 from delta.record import Host
@@ -14,8 +15,10 @@ from delta.types import Action, Drop, Instruction
 class Transfers:
     """The events of copies that `SwapOut` and `SwapIn` have begun."""
 
-    def __init__(self, ledger: Ledger, room: Room, recall: Recall, settling: Settling, totals: Totals) -> None:
-        self._ledger, self._room, self._recall = ledger, room, recall
+    def __init__(
+        self, ledger: Ledger, room: Room, recall: Recall, learner: Learner, settling: Settling, totals: Totals
+    ) -> None:
+        self._ledger, self._room, self._recall, self._learner = ledger, room, recall, learner
         self._settling, self._totals = settling, totals
 
     def copied_out(self, record: int) -> list[Instruction]:
@@ -52,6 +55,11 @@ class Transfers:
         self._ledger.note_peak()
         self._totals.swapped_in_bytes += rec.nbytes
         return self._settling.settle(record)
+
+    def late(self, order: int) -> None:
+        """A value, by the order of its first save, was needed while its copy back was still under way."""
+        if order >= 0:
+            self._learner.waited_for(order)
 
     def copy_in_failed(self, record: int) -> None:
         """The copy back did not happen; the host copy is still whole."""

@@ -119,7 +119,7 @@ class Swap:
         if clock.late:
             self._stalls.append((order, token))
         else:
-            self._core.engine.late(order)
+            self._core.engine.transfers.late(order)
         self._core.waited(record, began_ns, "copy in")
 
     def _look_at_stalls(self) -> None:
@@ -133,7 +133,7 @@ class Swap:
                 return
             self._stalls.popleft()
             if stalled_ns > _STALL_NS:
-                self._core.engine.late(order)
+                self._core.engine.transfers.late(order)
 
     def _back_again(self, record: int) -> None:
         """Begin the copy once more; where there is no memory for it, after everything that can go has gone."""

@@ -166,10 +166,10 @@ def test_the_engine_hears_of_late_copies_in_planned_steps_only():
     engine = Engine(load("capuchin"), Budget(activations=Bytes(100)), LINK)
     engine.created(0, 10, Kind.ACTIVATION, 0)
     engine.saved(0, 1, 0)
-    engine.late(0)
+    engine.transfers.late(0)
     assert not engine.learner.late
     engine.learner.mode = Mode.PLANNED
-    engine.late(0)
+    engine.transfers.late(0)
     assert engine.learner.late == {0}
     assert Engine(load("delta"), Budget(activations=Bytes(100)), LINK).learner.heed_late is None
 

@@ -236,6 +236,22 @@ def test_the_recorder_is_back_after_a_backward_that_failed():
         assert depth() == before == 1
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_what_an_optimizer_was_about_to_write_is_forgotten_when_it_fails():
+    training = Training()
+
+    def refuse() -> None:
+        raise Refused
+
+    with evict(training) as run:
+        for _ in range(8):
+            training.step()
+        training.optimizer.register_step_pre_hook(lambda *_: refuse())
+        with pytest.raises(Refused):
+            training.step(lambda x: Acting.apply(x, training.optimizer.step))
+        assert run._switch._optimizer_writes is None
+
+
 class Idle(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

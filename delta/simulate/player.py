@@ -334,7 +334,7 @@ class Player:
     def _ready(self, record: int) -> None:
         """Wait for the copy back, if the record is on its way."""
         if record in self._coming:
-            self.engine.late(self.engine.ledger[record].saved_at)
+            self.engine.transfers.late(self.engine.ledger[record].saved_at)
             self._wait(self._coming[record])
             self._poll()
 
