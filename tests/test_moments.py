@@ -9,7 +9,6 @@ from models import CASES, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
-from delta.engine import Engine
 from delta.learner import REFINEMENTS
 from delta.planner.steplog import StepLog, StepTimes
 from delta.runtime import rematerialise
@@ -17,6 +16,7 @@ from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.moments import Moments
 from delta.runtime.recompute import replay
+from delta.transfers import Transfers
 
 
 @dataclass
@@ -327,7 +327,7 @@ def test_a_copy_back_is_late_if_it_was_for_the_device(monkeypatch, takes_ns, lat
     plain = train(CASES["gpt"], 3)
     monkeypatch.setattr(CpuDevice, "clock", lambda _: Stalling(takes_ns))
     heard, waited = [], []
-    monkeypatch.setattr(Engine, "late", lambda _, order: heard.append(order))
+    monkeypatch.setattr(Transfers, "late", lambda _, order: heard.append(order))
     waits = Core.waited
     monkeypatch.setattr(Core, "waited", lambda *args: waited.append(args[-1]) or waits(*args))
     chosen = delta.load_policy("swap", {"filter.min_bytes": 0, "prefetch.window": 0})
