@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
+from delta.runtime.compiled import never_compiled
 from delta.runtime.opfacts import facts_of
 from delta.runtime.recorder import Recorder
 from delta.trace.events import Bookkeeping
@@ -66,6 +67,7 @@ class TimedRecorder(Recorder):
         super().__init__(core)
         self._tracer = tracer
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

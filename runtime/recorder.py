@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.routine import Way
+from delta.runtime.compiled import never_compiled
 from delta.runtime.opfacts import OpFacts, cudnn_searches, facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
 from delta.runtime.view import View, is_plain
@@ -43,10 +44,16 @@ class Recorder(TorchDispatchMode):
         """Let the user's torch.compile keep its compiled regions (a plain mode would turn it off silently)."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper: `never_compiled` is enough."""
+        return False
+
     def __init__(self, core: Core) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._core = core
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
