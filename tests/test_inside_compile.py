@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import delta
+from delta.runtime import recorder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),
@@ -441,3 +442,26 @@ def test_fullgraph_says_that_a_block_cannot_be_in_it():
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="evict"):
         loss(torch.randn(4))
+
+
+def test_nothing_that_the_recorder_does_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops between two graphs of one function run under Dynamo's eye, and the recorder is called by them."""
+    seen: dict[str, bool] = {}
+    facts_of = recorder.facts_of
+
+    def watched_facts_of(func: torch._ops.OpOverload) -> Any:
+        watching = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+        seen[func.name()] = seen.get(func.name(), False) or watching
+        return facts_of(func)
+
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        y = x @ weight
+        return (y * torch.nonzero(y > 0).shape[0]).sum()
+
+    monkeypatch.setattr(recorder, "facts_of", watched_facts_of)
+    compiled, weight = torch.compile(program, backend="eager"), torch.randn(8, 8, requires_grad=True)
+    with delta.evict(activations=100, device="cpu"):
+        for _ in range(3):
+            compiled(torch.randn(8, 8), weight).backward()
+    assert "aten::nonzero" in seen
+    assert not any(seen.values())
