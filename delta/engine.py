@@ -318,15 +318,38 @@ class Engine:
                 return None
             self.keeping.again(kept, signature)
             return kept
-        plan, by_order = self.learner.plan, self._recall.by_order
-        if plan is None or order != len(by_order) or not self._room.has_for(plan, order, nbytes):
+        plan = self.learner.plan
+        if plan is None or order != len(self._recall.by_order) or not self._room.has_for(plan, order, nbytes):
             return None
         kept = Kept(key, new_id(), nbytes, order, now_ns)
         self.keeping.first(kept, signature, now_ns - self._lost_ns)
-        by_order.append(kept.record)
+        self._kept_one_more(kept)
+        return kept
+
+    def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
+        """The same of a tensor on a storage that has a record: Delta holds it from here on."""
+        rec, kept, stretch = self.ledger[record], self.keeping.recorded.get(record), self.step_ends.stretch
+        if kept is not None:
+            if kept.order != order:
+                return None
+            self.keeping.saved(kept, stretch, signature, now_ns)
+            return kept
+        plan = self.learner.plan
+        fresh = rec.saved_at < 0 and not rec.handles and rec.host is Host.NONE and rec.kind is Kind.ACTIVATION
+        if plan is None or not fresh or order != len(self._recall.by_order):
+            return None
+        if not self._room.has_for(plan, order, rec.nbytes):
+            return None
+        kept = Kept(key, record, rec.nbytes, order, now_ns, recorded=True)
+        self.keeping.saved(kept, stretch, signature, now_ns - self._lost_ns)
+        self.ledger.use(record, now_ns)
+        self._kept_one_more(kept)
+        return kept
+
+    def _kept_one_more(self, kept: Kept) -> None:
+        self._recall.by_order.append(kept.record)
         if self._headroom is not None:
             self._headroom.saved()
-        return kept
 
     def need_kept(self, kept: Kept, stretch: int, stays: bool, now_ns: int, in_backward: bool) -> bool:
         """Somebody asks for a kept storage, which was saved in that stretch. Whether `prefetch` has something to do."""
@@ -343,6 +366,10 @@ class Engine:
 
     def unsaved_kept(self, kept: Kept, now_ns: int) -> list[Instruction]:
         """A saved tensor on a kept storage died."""
+        if kept.recorded:
+            if self.ledger[self.ledger.resolve(kept.record)].handles == 1:
+                self.keeping.recorded.pop(kept.record, None)
+            return self.unsaved(kept.record, now_ns)
         self.keeping.released(kept)
         return self._end_step(now_ns) if self.ledger.own_handles == 0 and self.learner.in_step else []
 

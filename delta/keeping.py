@@ -1,10 +1,11 @@
-"""What a step that goes as planned keeps anyway, and no replay reads: its bytes are counted, and nothing else is done.
+"""What a step that goes as planned keeps anyway: its bytes are counted, and little else is done.
 
-Most saved tensors of a plan stay where they are. While a step follows its routine (`routine.py`) a storage of those has
-no record in the ledger, only a number in the order of the saves, its size, and how many saved tensors are on it. More
-has to be known when something has to be evicted that the plan had not named, when an op that is looked at writes or
-reads such a storage, and when one outlives its step. Then all of them get their records, as if they had been looked
-after from the start.
+Most saved tensors of a plan stay where they are. While a step follows its routine (`routine.py`) a storage of those
+that no replay reads has no record in the ledger, only a number in the order of the saves, its size, and how many saved
+tensors are on it. One that an op of a replay reads or makes has a record, held from its first save on, and nothing is
+asked of the policy for it. More has to be known when something has to be evicted that the plan had not named, when an
+op that is looked at writes or reads a storage without a record, and when one outlives its step. Then all of them are
+looked after as if they had been from the start.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from delta.types import Kind
 class Kept:
     """A storage that is counted, and how many live saved tensors are on it."""
 
-    __slots__ = ("key", "listed", "nbytes", "order", "record", "saved_ns", "users")
+    __slots__ = ("key", "listed", "nbytes", "order", "record", "recorded", "saved_ns", "users")
 
-    def __init__(self, key: int, record: int, nbytes: int, order: int, saved_ns: int) -> None:
+    def __init__(self, key: int, record: int, nbytes: int, order: int, saved_ns: int, recorded: bool = False) -> None:
         self.key = key  # what the runtime knows the storage by
         self.record = record  # its number in the ledger, as soon as it is listed there
+        self.recorded = recorded  # it has been there all along, and its saved tensors are counted there
         self.nbytes = nbytes
         self.order = order
         self.saved_ns = saved_ns  # when it was saved first
@@ -40,13 +42,14 @@ class Keeping:
 
     def __init__(self, ledger: Ledger, learner: Learner) -> None:
         self._ledger, self._learner = ledger, learner
-        self.storages: dict[int, Kept] = {}
+        self.storages: dict[int, Kept] = {}  # without a record, by key
+        self.recorded: dict[int, Kept] = {}  # with one, by it
         self.give_records: Callable[[], None] = _nobody
         """The runtime's: calls `list_all`, and `list_tensor` for each saved tensor that lives."""
 
     def end(self) -> None:
         """From here on more than bytes may be asked for."""
-        if self.storages:
+        if self.storages or self.recorded:
             self.give_records()
 
     def again(self, kept: Kept, signature: int) -> None:
@@ -63,8 +66,21 @@ class Keeping:
         self._learner.kept(signature, kept.order)
         self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
 
+    def saved(self, kept: Kept, stretch: int, signature: int, now_ns: int) -> bool:
+        """A tensor is saved on a storage that has a record. True if it is the first one: Delta holds it now."""
+        ledger, first = self._ledger, kept.record not in self.recorded
+        ledger.save(kept.record, kept.order)
+        ledger[kept.record].stretch = stretch
+        self._learner.kept(signature, kept.order)
+        if first:
+            self.recorded[kept.record] = kept
+            self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
+            if not ledger[kept.record].held:
+                ledger.hold(kept.record)
+        return first
+
     def released(self, kept: Kept) -> None:
-        """One of the saved tensors on it died."""
+        """One of the saved tensors on one without a record died."""
         if kept.listed:
             return
         kept.users -= 1
@@ -79,6 +95,7 @@ class Keeping:
             kept.listed = True
             self._ledger.uncount(kept.nbytes, kept.users)
         self.storages.clear()
+        self.recorded.clear()
 
     def list_tensor(self, kept: Kept, stretch: int) -> bool:
         """A tensor that was only counted, saved in that stretch, is looked after from here on. True if it is the first

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
-from delta.routine import Call, Routine, Way, only_counted, routine_of, ways_of
+from delta.routine import Call, Routine, Way, kept_throughout, routine_of, ways_of
 from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
@@ -192,7 +192,7 @@ class Learner:
 
     def keeps(self, signature: int) -> int:
         """The save order of the storage that the next tensor is saved on, if it is the one that the routine expects and
-        need only be counted; else -1."""
+        is kept; else -1."""
         at, routine, profile = self.packs, self.routine, self.current
         if not at or routine is None or profile is None or at >= len(routine.kept):
             return -1
@@ -430,11 +430,11 @@ class Learner:
         return ways_of([(None, op) for op in range(len(profile.graph.ops))], profile.graph, profile.plan)
 
     def steady_kept(self) -> set[int]:
-        """The save orders that are only counted in such steps."""
+        """The save orders of what is kept in such steps."""
         profile = self._before
         if profile is None or profile.plan is None or not self.selective:
             return set()
-        return only_counted(profile.graph, profile.plan)
+        return kept_throughout(profile.graph, profile.plan)
 
     def actions_for(self, graph: StepGraph) -> tuple[Action, ...]:
         """Those of the plan followed so far in steps like this; empty where there is none."""

@@ -24,35 +24,36 @@ Call = tuple[object, int]
 
 
 class Way(IntEnum):
-    """How the recorder takes a call. `TRACK`: no recipe, but its results are known, since a recipe reads them."""
+    """How the recorder takes a call."""
 
     PASS = 0
-    TRACK = 1
-    RECORD = 2
+    RECORD = 1
 
 
 class Routine:
     """The calls of a step, one after the other."""
 
-    __slots__ = ("_asked", "_at", "_before", "_calls", "_costs_ns", "_optional", "kept", "ways")
+    __slots__ = ("_asked", "_at", "_before", "_calls", "_costs_ns", "_optional", "kept", "read", "ways")
 
     def __init__(
         self,
         calls: Sequence[Call],
         ways: Sequence[Way],
         kept: Sequence[int] = (),
+        read: Collection[int] = (),
         costs_ns: Sequence[int] = (),
         before: int = 0,
         optional: Collection[int] = (),
     ) -> None:
-        """`kept`: by saved tensor, the save order of a storage that need only be counted; -1 where more is done.
+        """`kept`: by saved tensor, the save order of a storage that the plan keeps; -1 where more is done. `read`:
+        save orders of what a replay reads; the others that are kept need only be counted.
         `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
         these the `optional` ones, by their position, may stay away."""
         self._calls = [call for call, _ in calls]
         self._costs_ns = [costs_ns[op] if 0 <= op < len(costs_ns) else None for _, op in calls]
         self._before, self._optional = before, frozenset(optional)
         self.ways = list(ways)
-        self.kept = kept
+        self.kept, self.read = kept, frozenset(read)
         self.restart()
 
     def restart(self) -> None:
@@ -85,7 +86,8 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan) -> Routine:
     """How steps like the one that `log` and `graph` tell of go by `plan`."""
     costs_ns = [op.cost_ns for op in graph.ops]
     before, ways = log.calls_before, ways_of(log.calls, graph, plan)
-    return Routine(log.calls, ways, kept_of(log, graph, plan), costs_ns, before, _optional(log.calls[:before], graph))
+    kept, optional = kept_of(log, graph, plan), _optional(log.calls[:before], graph)
+    return Routine(log.calls, ways, kept, read_by_replays(graph, plan), costs_ns, before, optional)
 
 
 def _optional(calls: Sequence[Call], graph: StepGraph) -> list[int]:
@@ -109,33 +111,33 @@ def _makers_of(graph: StepGraph, nodes: Iterable[int]) -> set[int]:
 def ways_of(calls: Sequence[Call], graph: StepGraph, plan: Plan) -> list[Way]:
     """The way of each call in a step like `graph` that follows `plan`."""
     replayed = _replayed(graph, plan)
-    read = {graph.nodes[node].op for op in replayed for node in graph.ops[op].inputs}
-    return [Way.RECORD if op in replayed else Way.TRACK if op in read else Way.PASS for _, op in calls]
+    return [Way.RECORD if op in replayed else Way.PASS for _, op in calls]
 
 
 def kept_of(log: StepLog, graph: StepGraph, plan: Plan) -> tuple[int, ...]:
-    """For each saved tensor of the step that `log` tells of: the save order of its storage if the plan keeps it and no
-    replay reads it, else -1.
+    """By saved tensor of the step that `log` tells of: the save order of its storage if the plan keeps it, else -1.
 
     Not where all saved tensors on a storage died and another came: who only counts them takes that for a new storage.
     """
     released = Counter(order for order, _ in log.releases)
-    kept = {order for order in only_counted(graph, plan) if released[order] == 1}
+    kept = {order for order in kept_throughout(graph, plan) if released[order] == 1}
     return tuple(order if order in kept else -1 for order in log.orders)
 
 
-def only_counted(graph: StepGraph, plan: Plan) -> set[int]:
-    """The save orders of what the plan keeps and no replay reads."""
+def kept_throughout(graph: StepGraph, plan: Plan) -> set[int]:
+    """The save orders of what the plan keeps from its first save to its last need."""
     asked_for = {order for going in plan.evictions.values() for order, _ in going}
-    read = {node for op in _replayed(graph, plan) for node in graph.ops[op].inputs}
     return {
         order
         for order, action in enumerate(plan.actions)
-        if action is Action.KEEP
-        and order not in asked_for
-        and graph.saved[order] not in read
-        and graph.nodes[graph.saved[order]].nbytes
+        if action is Action.KEEP and order not in asked_for and graph.nodes[graph.saved[order]].nbytes
     }
+
+
+def read_by_replays(graph: StepGraph, plan: Plan) -> set[int]:
+    """The save orders of what the plan's replays read."""
+    read = {node for op in _replayed(graph, plan) for node in graph.ops[op].inputs}
+    return {order for order, node in enumerate(graph.saved) if node in read}
 
 
 def _replayed(graph: StepGraph, plan: Plan) -> set[int]:

@@ -191,10 +191,10 @@ class Core:
         if soon or self._many_notes():
             self._take_notes()
 
-    def kept_died(self, kept: Kept) -> None:
-        """Called by a dying saved tensor that was only counted, from anywhere. Its bytes go by themselves."""
+    def kept_died(self, kept: Kept, soon: bool = False) -> None:
+        """The same, called by a dying saved tensor that was kept. Without a record, its bytes go by themselves."""
         self._inbox.append(("kept", kept))
-        if self._many_notes():
+        if soon or self._many_notes():
             self._take_notes()
 
     def _many_notes(self) -> bool:
@@ -241,9 +241,9 @@ class Core:
             self.engine.keeping.end()
         return self._records.get(key)
 
-    def has_record(self, key: int) -> bool:
-        """Whether the storage with that identity has a record now."""
-        return key in self._records
+    def record_at(self, key: int) -> int | None:
+        """The record of the storage with that identity, if it has one now."""
+        return self._records.get(key)
 
     def record_of(self, tensor: Tensor) -> int | None:
         """The record of an op's input; one seen for the first time is a source or a parameter.
@@ -270,6 +270,8 @@ class Core:
             return self.create(tensor, Kind.PARAMETER)
         if tensor.device != self.device.torch_device:
             return None
+        if self.engine.routine is not None:  # what it plans to replay reads what has had a record in other steps
+            return self.create(tensor, Kind.ACTIVATION)
         if 2 * tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
             return None
         return self.create(tensor, Kind.SOURCE)

@@ -1,7 +1,7 @@
-"""Saved tensors that a plan keeps and no replay reads: in a step that goes as planned they are themselves.
+"""Saved tensors that a plan keeps: in a step that goes as planned they are themselves.
 
-Nothing is looked up, held or brought back for them; only their bytes are counted (`delta/keeping.py`). When more has to
-be known of them, each becomes a `Handle` on a record of its own.
+Nothing is brought back or decided for them; their bytes are counted, and what a replay reads is held
+(`delta/keeping.py`). When more has to be known of them, each becomes a `Handle` on a record.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from delta.keeping import Kept
 from delta.runtime.handle import Handle, handle_of
 from delta.runtime.slots import Slot
 from delta.runtime.versions import within_op, without_graph
+from delta.types import Kind
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
 
 
 class KeptTensor:
-    """A saved tensor that is only counted, until `taken` says that the core looks after it."""
+    """A saved tensor that stays itself, until `taken` says that the core looks after it."""
 
     __slots__ = ("__weakref__", "core", "kept", "stays", "stretch", "taken", "tensor", "version")
 
@@ -48,7 +49,8 @@ class KeptTensor:
 
     def __del__(self) -> None:
         if self.taken is None and self.kept is not None:
-            self.core.kept_died(self.kept)
+            kept, self.kept = self.kept, None  # weak references to what is dying still find it
+            self.core.kept_died(kept, soon=kept.recorded and not self.stays)
 
 
 class KeptTensors:
@@ -60,12 +62,10 @@ class KeptTensors:
         self._tensors: list[weakref.ref[KeptTensor]] = []
 
     def pack(self, tensor: Tensor) -> KeptTensor | None:
-        """What autograd gets in place of a tensor that need only be counted; None if that is not enough."""
+        """What autograd gets in place of a tensor that is kept; None if more has to be done than that."""
         core, engine = self._core, self._engine
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if core.has_record(key):
-            return None
         signature = signature_of(tensor, nbytes)
         with core.briefly:
             order = engine.learner.keeps(signature)
@@ -73,13 +73,28 @@ class KeptTensors:
                 return None
             core.device.computes()
             core.gauge.look_closely()
-            kept = engine.keep(order, key, signature, nbytes, core.next_id, time.perf_counter_ns())
+            kept = self._kept(order, tensor, storage, key, signature, nbytes)
             if kept is None:
                 return None
             packed = KeptTensor(core, kept, tensor, engine.step_ends.stretch, engine.stays(nbytes))
             self._tensors.append(weakref.ref(packed))
         core.emit("saved", record=kept.record, nbytes=nbytes)
         return packed
+
+    def _kept(
+        self, order: int, tensor: Tensor, storage: torch.UntypedStorage, key: int, signature: int, nbytes: int
+    ) -> Kept | None:
+        core, engine, now_ns = self._core, self._engine, time.perf_counter_ns()
+        record = core.record_at(key)
+        if record is None:
+            routine = engine.routine
+            if routine is None or order not in routine.read:
+                return engine.keep(order, key, signature, nbytes, core.next_id, now_ns)
+            record = core.create(tensor, Kind.ACTIVATION)
+        kept = engine.keep_record(order, record, key, signature, now_ns)
+        if kept is not None:
+            core.slots[record].storage = storage
+        return kept
 
     def need(self, packed: KeptTensor) -> None:
         """Somebody asks for one."""
@@ -108,7 +123,10 @@ class KeptTensors:
         core, tensor = self._core, packed.tensor
         assert tensor is not None
         storage = tensor.untyped_storage()
-        if self._engine.keeping.list_tensor(kept, packed.stretch):
+        if kept.recorded:
+            if not packed.stays:
+                core.attached.given_out(kept.record)
+        elif self._engine.keeping.list_tensor(kept, packed.stretch):
             core.slots[kept.record] = slot = Slot(core.track(storage, kept.record))
             slot.storage = storage
             if not packed.stays:

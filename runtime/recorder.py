@@ -70,10 +70,10 @@ class Recorder(TorchDispatchMode):
             match self._way(func):
                 case Way.RECORD:
                     return self._record(func, facts, args, kwargs)
-                case Way.PASS if not facts.writes:
+                case Way.PASS if facts.writes:
+                    return self._watch(func, facts, args, kwargs, keep_track=False)
+                case Way.PASS:
                     return self._pass(func, args, kwargs)
-                case way:
-                    return self._watch(func, facts, args, kwargs, keep_track=way is Way.TRACK)
         keep_track = not backward and self._core.engine.learner.in_step
         if keep_track or (facts.writes and self._core.engine.ledger.ops):
             return self._watch(func, facts, args, kwargs, keep_track)
@@ -106,7 +106,8 @@ class Recorder(TorchDispatchMode):
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
         written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
-        if not keep_track and not any(core.has_record(tensor.untyped_storage()._cdata) for tensor in written):
+        known = (core.record_at(tensor.untyped_storage()._cdata) for tensor in written)
+        if not keep_track and all(record is None for record in known):
             return self._pass(func, args, kwargs)
         with core.entered():
             preserved = core.writes.begin(written)

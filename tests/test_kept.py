@@ -23,7 +23,7 @@ from delta.learner import Learner
 from delta.ledger import Ledger, LedgerError
 from delta.planner import StepGraph, StepLog
 from delta.planner.steplog import build_graph
-from delta.routine import kept_of
+from delta.routine import kept_of, read_by_replays
 from delta.runtime.core import Core
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.trace import Recording
@@ -101,15 +101,30 @@ def a_step(packs: list[int], releases: list[int] | None = None) -> tuple[StepLog
     [
         ([0, 1, 2], [KEEP, KEEP, KEEP], (0, 1, 2)),
         ([0, 1, 0, 2, 1], [KEEP, KEEP, SWAP], (0, 1, 0, -1, 1)),
-        # 3 is made again out of 2.
-        ([0, 1, 2], [KEEP, KEEP, RECOMPUTE], (0, -1, -1)),
-        # 2 is brought back from the host: nobody reads 1.
+        ([0, 1, 2], [KEEP, KEEP, RECOMPUTE], (0, 1, -1)),
         ([0, 1, 2], [KEEP, SWAP, KEEP], (0, -1, 2)),
     ],
 )
-def test_what_is_kept_and_read_by_no_replay_is_only_counted(packs, actions, expected) -> None:
+def test_what_is_kept_is_known_by_its_order(packs, actions, expected) -> None:
     log, graph = a_step(packs)
     assert kept_of(log, graph, plan_of(actions)) == expected
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        ([KEEP, KEEP, KEEP], set()),
+        # 3 is made again out of 2, which is ...
+        ([KEEP, KEEP, RECOMPUTE], {1}),
+        # ... made again out of 1.
+        ([KEEP, RECOMPUTE, RECOMPUTE], {0, 1}),
+        # 2 is brought back from the host: nobody reads 1.
+        ([KEEP, SWAP, KEEP], set()),
+    ],
+)
+def test_what_replays_read(actions, expected) -> None:
+    _, graph = a_step([0, 1, 2])
+    assert read_by_replays(graph, plan_of(actions)) == expected
 
 
 def test_what_goes_later_is_not() -> None:
@@ -205,7 +220,8 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "chaos:3", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("policy", ["recompute", "delta", "swap"])
-def test_most_of_a_known_step_is_only_counted(policy: str, device: str) -> None:
+def test_most_of_a_known_step_is_only_kept(policy: str, device: str) -> None:
+    """What replays read or make has a record, and counts there; all the others count by themselves."""
     expected, net = plain(device=device), fresh(device)
     with steady(net, policy, device) as core:
         before = core.engine.finished_steps, core.engine.totals.steps
@@ -222,13 +238,18 @@ def test_most_of_a_known_step_is_only_counted(policy: str, device: str) -> None:
         assert routine is not None
         loss = loss_of(net)
         kept = counted(core)
-        orders = {each.order for each in core.engine.keeping.storages.values()}
-        assert orders and orders == set(routine.kept) - {-1} - refused
+        keeping = core.engine.keeping
+        without = {each.order for each in keeping.storages.values()}
+        recorded = {each.order for each in keeping.recorded.values()}
+        assert without and without | recorded == set(routine.kept) - {-1} - refused
+        assert not without & (recorded | routine.read)
+        assert bool(recorded) is (policy == "recompute")
+        assert all(core.engine.ledger[record].held for record in keeping.recorded)
         resident = core.engine.ledger.resident_bytes
         peak = core.engine.step_peak_bytes
         listed = {rec.id for rec in core.engine.ledger.records.values() if rec.handles}
         assert 0 < len(listed) < core.engine.learner.packs
-        assert not listed & {each.record for each in core.engine.keeping.storages.values()}
+        assert not listed & {each.record for each in keeping.storages.values()}
         loss.backward()
         assert kept * 16 * 24 * 4 <= resident <= peak <= 1.01 * (core.engine.limit_bytes or 0)
         assert counted(core) == 0

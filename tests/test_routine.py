@@ -43,7 +43,7 @@ def ways(saved: list[int], actions: list[Action]) -> list[Way]:
     return ways_of(calls, chain(saved), plan_of(actions))
 
 
-P, T, R = Way.PASS, Way.TRACK, Way.RECORD
+P, R = Way.PASS, Way.RECORD
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ P, T, R = Way.PASS, Way.TRACK, Way.RECORD
     [
         ([1, 2, 3], [KEEP, KEEP, KEEP], [P, P, P, P, P]),
         ([1, 2, 3], [KEEP, SWAP, KEEP], [P, P, P, P, P]),
-        # 3 is made again out of 2, which is kept: 2 has to be known.
-        ([1, 2, 3], [KEEP, KEEP, RECOMPUTE], [P, T, R, P, P]),
+        # 3 is made again out of 2, which is kept.
+        ([1, 2, 3], [KEEP, KEEP, RECOMPUTE], [P, P, R, P, P]),
         # ... out of 1, through 2, which nobody saved.
-        ([1, 3], [KEEP, RECOMPUTE], [T, R, R, P, P]),
+        ([1, 3], [KEEP, RECOMPUTE], [P, R, R, P, P]),
         # ... from the caller's storage on.
         ([1, 2], [RECOMPUTE, RECOMPUTE], [R, R, P, P, P]),
         # An encoded storage is there, and its maker says how it is encoded.
-        ([2, 3], [ENCODE, RECOMPUTE], [T, R, R, P, P]),
-        ([2], [ENCODE], [T, R, P, P, P]),
+        ([2, 3], [ENCODE, RECOMPUTE], [P, R, R, P, P]),
+        ([2], [ENCODE], [P, R, P, P, P]),
     ],
 )
 def test_only_what_the_plan_replays_is_recorded(saved, actions, expected):
@@ -71,7 +71,7 @@ def test_a_stand_in_wants_its_recipe_as_a_dropped_storage_does():
     graph = chain([1, 3])
     encoded = replace(graph.nodes[graph.saved[1]], encoded_bytes=1)
     calls = [(f"call {i}", i) for i in range(5)]
-    for stand_in, expected in ((False, [P, T, R, P, P]), (True, [T, R, R, P, P])):
+    for stand_in, expected in ((False, [P, P, R, P, P]), (True, [P, R, R, P, P])):
         nodes = tuple(
             replace(encoded, stand_in=stand_in) if number == graph.saved[1] else node
             for number, node in enumerate(graph.nodes)
@@ -104,8 +104,8 @@ def test_a_routine_knows_its_calls_and_no_others():
 
 def test_before_the_first_save_what_is_optional_may_stay_away():
     calls = [("metric", -1), ("load", 0), ("log", -1), ("log", -1), ("layer", 1), ("log", -1)]
-    routine = Routine(calls, [P, T, P, P, R, P], costs_ns=[7, 8], before=4, optional=[0, 2, 3])
-    assert routine.way("load") is T and routine.cost_ns == 7
+    routine = Routine(calls, [P, R, P, P, R, P], costs_ns=[7, 8], before=4, optional=[0, 2, 3])
+    assert routine.way("load") is R and routine.cost_ns == 7
     assert routine.way("another") is None and routine.cost_ns is None
     assert routine.way("log") is P
     assert routine.way("layer") is R and routine.cost_ns == 8
@@ -113,7 +113,7 @@ def test_before_the_first_save_what_is_optional_may_stay_away():
     routine.restart()
     assert not routine.begun
     assert [routine.way(call) for call in ("metric", "layer")] == [P, None], "something saved is made from what loads"
-    assert routine.way("load") is T
+    assert routine.way("load") is R
 
 
 def test_before_the_first_save_only_what_something_saved_is_made_from_has_to_come():
