@@ -34,6 +34,7 @@ class Candidates:
         self._costs = Costs(ledger)
         self._learner, self._next_use = learner, NextUse(learner)
         self._score, self._cost = SCORES[policy.filter.score], policy.filter.cost
+        self._classes = self._cost in (Cost.CLASSES, Cost.MAKERS)
         self._least_bytes = max(1, policy.filter.min_bytes)  # what has no bytes frees none
         self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
         self.encodes = Action.ENCODE in policy.director.actions
@@ -137,11 +138,13 @@ class Candidates:
 
     def missing(self, rec: Record) -> None:
         """The record's bytes are gone."""
-        self._costs.missing(rec, of_makers=self._cost is Cost.MAKERS)
+        if self._classes:
+            self._costs.missing(rec, of_makers=self._cost is Cost.MAKERS)
 
     def back(self, rec: Record) -> None:
         """The record is available again."""
-        self._costs.back(rec)
+        if self._classes:
+            self._costs.back(rec)
 
     def _ranked(self) -> Victims | None:
         """The ranking, where what an eviction costs is settled by what the ledger tells. What a hidden swap costs is

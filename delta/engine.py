@@ -310,7 +310,7 @@ class Engine:
     def keep(
         self, order: int, key: int, signature: int, nbytes: int, new_id: Callable[[], int], now_ns: int
     ) -> Kept | None:
-        """Autograd saves a tensor on a storage that has no record, known by `key`. `order`: what `Learner.keeps` said.
+        """Autograd saves a tensor on a storage that has no record, known by `key`. `order`: what `Learner.expects` says.
         None if more has to be done than to count its bytes, or room be made: then that is what `saved` is for."""
         kept = self.keeping.storages.get(key)
         if kept is not None:
@@ -323,7 +323,7 @@ class Engine:
             return None
         kept = Kept(key, new_id(), nbytes, order, now_ns)
         self.keeping.first(kept, signature, now_ns - self._lost_ns)
-        self._kept_one_more(kept)
+        self._one_more(kept.record)
         return kept
 
     def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
@@ -334,20 +334,48 @@ class Engine:
                 return None
             self.keeping.saved(kept, stretch, signature, now_ns)
             return kept
-        plan = self.learner.plan
-        fresh = rec.saved_at < 0 and not rec.handles and rec.host is Host.NONE and rec.kind is Kind.ACTIVATION
-        if plan is None or not fresh or order != len(self._recall.by_order):
-            return None
-        if not self._room.has_for(plan, order, rec.nbytes):
+        if not self._comes_first(rec, order):
             return None
         kept = Kept(key, record, rec.nbytes, order, now_ns, recorded=True)
         self.keeping.saved(kept, stretch, signature, now_ns - self._lost_ns)
         self.ledger.use(record, now_ns)
-        self._kept_one_more(kept)
+        self._one_more(record)
         return kept
 
-    def _kept_one_more(self, kept: Kept) -> None:
-        self._recall.by_order.append(kept.record)
+    def drop(self, order: int, record: int, signature: int, now_ns: int) -> list[int] | None:
+        """Autograd saves a tensor on a storage that the plan drops at once, known as in `keep`: it has gone, for its
+        recipe. The records that Delta has to hold for that. None if that is for `saved` to see to."""
+        rec, ledger = self.ledger[record], self.ledger
+        if rec.saved_at == order and rec.handles and not rec.available:  # dropped at its first save
+            ledger.save(record, order)
+            self.learner.came(signature, order)
+            return []
+        if not self._comes_first(rec, order) or rec.held or rec.pins or self.stays(rec.nbytes):
+            return None
+        if (anchors := ledger.anchors(record)) is None:
+            return None
+        self.learner.came(signature, order)
+        self.learner.saved(record, rec.nbytes, Kind.ACTIVATION, now_ns - self._lost_ns)
+        ledger.save(record, order)
+        rec.stretch = self.step_ends.stretch
+        ledger.use(record, now_ns)
+        for anchor in anchors:
+            ledger.hold(anchor)
+        self._room.dropped(rec)
+        self._one_more(record)
+        return anchors
+
+    def _comes_first(self, rec: Record, order: int) -> bool:
+        """Whether the record is saved for the first time, as the plan has it, and there is room."""
+        plan = self.learner.plan
+        fresh = rec.saved_at < 0 and not rec.handles and rec.host is Host.NONE and rec.kind is Kind.ACTIVATION
+        if plan is None or not fresh or order != len(self._recall.by_order):
+            return False
+        return self._room.has_for(plan, order, rec.nbytes)
+
+    def _one_more(self, record: int) -> None:
+        """A record has been saved for the first time."""
+        self._recall.by_order.append(record)
         if self._headroom is not None:
             self._headroom.saved()
 

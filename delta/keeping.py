@@ -56,14 +56,14 @@ class Keeping:
         """One more tensor is saved on a kept storage."""
         kept.users += 1
         self._ledger.count(0)
-        self._learner.kept(signature, kept.order)
+        self._learner.came(signature, kept.order)
 
     def first(self, kept: Kept, signature: int, now_ns: int) -> None:
         """A storage is saved for the first time."""
         kept.users = 1
         self.storages[kept.key] = kept
         self._ledger.count(kept.nbytes)
-        self._learner.kept(signature, kept.order)
+        self._learner.came(signature, kept.order)
         self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
 
     def saved(self, kept: Kept, stretch: int, signature: int, now_ns: int) -> bool:
@@ -71,7 +71,7 @@ class Keeping:
         ledger, first = self._ledger, kept.record not in self.recorded
         ledger.save(kept.record, kept.order)
         ledger[kept.record].stretch = stretch
-        self._learner.kept(signature, kept.order)
+        self._learner.came(signature, kept.order)
         if first:
             self.recorded[kept.record] = kept
             self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
-from delta.routine import Call, Routine, Way, kept_throughout, routine_of, ways_of
+from delta.routine import Call, Routine, Way, routine_of, settled, ways_of
 from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
 
 REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
@@ -190,15 +190,15 @@ class Learner:
             if self.routine is not None and self.current is not self._following:
                 self.leave_routine()
 
-    def keeps(self, signature: int) -> int:
+    def expects(self, signature: int) -> int:
         """The save order of the storage that the next tensor is saved on, if it is the one that the routine expects and
-        is kept; else -1."""
+        is kept, or dropped at once; else -1."""
         at, routine, profile = self.packs, self.routine, self.current
-        if not at or routine is None or profile is None or at >= len(routine.kept):
+        if not at or routine is None or profile is None or at >= len(routine.orders):
             return -1
-        return routine.kept[at] if profile.signatures[at] == signature else -1
+        return routine.orders[at] if profile.signatures[at] == signature else -1
 
-    def kept(self, signature: int, order: int) -> None:
+    def came(self, signature: int, order: int) -> None:
         """That tensor was packed."""
         self.log.signatures.append(signature)
         self.log.orders.append(order)
@@ -434,7 +434,7 @@ class Learner:
         profile = self._before
         if profile is None or profile.plan is None or not self.selective:
             return set()
-        return kept_throughout(profile.graph, profile.plan)
+        return settled(profile.graph, profile.plan, Action.KEEP)
 
     def actions_for(self, graph: StepGraph) -> tuple[Action, ...]:
         """Those of the plan followed so far in steps like this; empty where there is none."""

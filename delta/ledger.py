@@ -329,9 +329,10 @@ class Ledger:
         """
         return self._roots(record, grasp) is not None
 
-    def anchors(self, record: int) -> list[int]:
-        """Records that nobody holds for Delta yet and that the recipe of `record` cannot do without (rule 8)."""
-        return self._roots(record, grasp=True) or []
+    def anchors(self, record: int) -> list[int] | None:
+        """Records that nobody holds for Delta yet and that the recipe of `record` cannot do without (rule 8); None
+        where they have gone, or it has no recipe."""
+        return self._roots(record, grasp=True)
 
     def _roots(self, record: int, grasp: bool) -> list[int] | None:
         """The merely alive records a replay of `record` would start from; None where it cannot start at all."""

@@ -239,6 +239,12 @@ class Room:
         saving = 0 <= rec.saved_at < len(log.saves) and not log.needs
         return saving and not self._announced and rec.saved_at not in log.loose_at
 
+    def dropped(self, rec: Record) -> None:
+        """A record that the plan drops has gone at its save."""
+        self.evicted = True
+        self._totals.evictions[Action.RECOMPUTE.value] = self._totals.evictions.get(Action.RECOMPUTE.value, 0) + 1
+        self.candidates.missing(rec)
+
     def carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
         self.evicted = True
         self._totals.evictions[action.value] = self._totals.evictions.get(action.value, 0) + 1
@@ -252,7 +258,7 @@ class Room:
             return [Encode(rec.id)]
         out: list[Instruction] = []
         if drops:
-            for anchor in self._ledger.anchors(rec.id):
+            for anchor in self._ledger.anchors(rec.id) or ():
                 self._ledger.hold(anchor)
                 out.append(Hold(anchor))
         self._ledger.let_go(rec.id)

@@ -33,27 +33,29 @@ class Way(IntEnum):
 class Routine:
     """The calls of a step, one after the other."""
 
-    __slots__ = ("_asked", "_at", "_before", "_calls", "_costs_ns", "_optional", "kept", "read", "ways")
+    __slots__ = ("_asked", "_at", "_before", "_calls", "_costs_ns", "_optional", "dropped", "orders", "read", "ways")
 
     def __init__(
         self,
         calls: Sequence[Call],
         ways: Sequence[Way],
-        kept: Sequence[int] = (),
+        orders: Sequence[int] = (),
+        dropped: Collection[int] = (),
         read: Collection[int] = (),
         costs_ns: Sequence[int] = (),
         before: int = 0,
         optional: Collection[int] = (),
     ) -> None:
-        """`kept`: by saved tensor, the save order of a storage that the plan keeps; -1 where more is done. `read`:
-        save orders of what a replay reads; the others that are kept need only be counted.
+        """`orders`: by saved tensor, the save order of a storage that the plan keeps, or drops at once; -1 where more
+        is done. `dropped`: the orders of those that go. `read`: of what a replay reads; what is kept and not read
+        need only be counted.
         `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
         these the `optional` ones, by their position, may stay away."""
         self._calls = [call for call, _ in calls]
         self._costs_ns = [costs_ns[op] if 0 <= op < len(costs_ns) else None for _, op in calls]
         self._before, self._optional = before, frozenset(optional)
         self.ways = list(ways)
-        self.kept, self.read = kept, frozenset(read)
+        self.orders, self.dropped, self.read = orders, frozenset(dropped), frozenset(read)
         self.restart()
 
     def restart(self) -> None:
@@ -86,8 +88,9 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan) -> Routine:
     """How steps like the one that `log` and `graph` tell of go by `plan`."""
     costs_ns = [op.cost_ns for op in graph.ops]
     before, ways = log.calls_before, ways_of(log.calls, graph, plan)
-    kept, optional = kept_of(log, graph, plan), _optional(log.calls[:before], graph)
-    return Routine(log.calls, ways, kept, read_by_replays(graph, plan), costs_ns, before, optional)
+    orders, dropped = orders_of(log, graph, plan), settled(graph, plan, Action.RECOMPUTE)
+    optional = _optional(log.calls[:before], graph)
+    return Routine(log.calls, ways, orders, dropped, read_by_replays(graph, plan), costs_ns, before, optional)
 
 
 def _optional(calls: Sequence[Call], graph: StepGraph) -> list[int]:
@@ -114,23 +117,24 @@ def ways_of(calls: Sequence[Call], graph: StepGraph, plan: Plan) -> list[Way]:
     return [Way.RECORD if op in replayed else Way.PASS for _, op in calls]
 
 
-def kept_of(log: StepLog, graph: StepGraph, plan: Plan) -> tuple[int, ...]:
-    """By saved tensor of the step that `log` tells of: the save order of its storage if the plan keeps it, else -1.
+def orders_of(log: StepLog, graph: StepGraph, plan: Plan) -> tuple[int, ...]:
+    """By saved tensor of the step that `log` tells of: the save order of its storage if the plan keeps or drops it for
+    good, else -1.
 
     Not where all saved tensors on a storage died and another came: who only counts them takes that for a new storage.
     """
     released = Counter(order for order, _ in log.releases)
-    kept = {order for order in kept_throughout(graph, plan) if released[order] == 1}
-    return tuple(order if order in kept else -1 for order in log.orders)
+    known = settled(graph, plan, Action.KEEP) | settled(graph, plan, Action.RECOMPUTE)
+    return tuple(order if order in known and released[order] == 1 else -1 for order in log.orders)
 
 
-def kept_throughout(graph: StepGraph, plan: Plan) -> set[int]:
-    """The save orders of what the plan keeps from its first save to its last need."""
+def settled(graph: StepGraph, plan: Plan, action: Action) -> set[int]:
+    """The save orders of what takes this action at its first save, and of which the plan asks nothing later."""
     asked_for = {order for going in plan.evictions.values() for order, _ in going}
     return {
         order
-        for order, action in enumerate(plan.actions)
-        if action is Action.KEEP and order not in asked_for and graph.nodes[graph.saved[order]].nbytes
+        for order, planned in enumerate(plan.actions)
+        if planned is action and order not in asked_for and graph.nodes[graph.saved[order]].nbytes
     }
 
 

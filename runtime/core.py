@@ -209,6 +209,12 @@ class Core:
             finally:
                 self._lock.release()
 
+    def hear(self) -> None:
+        """Take in the notes there are, so that what has died counts no more."""
+        if self._inbox:
+            with self:
+                pass
+
     def _drain(self) -> None:
         """Take in what happened at times when the engine could not be told, and transfers that have ended."""
         self._draining = True
@@ -503,7 +509,7 @@ class Core:
         for instruction in instructions:
             match instruction:
                 case Hold(record):
-                    self._hold(record)
+                    self.hold(record)
                 case Drop(record, action):
                     self.let_go(record)
                     self.emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
@@ -528,7 +534,8 @@ class Core:
         if not self._draining and self._inbox:
             self._drain()
 
-    def _hold(self, record: int) -> None:
+    def hold(self, record: int) -> None:
+        """Take a reference to a storage that is alive."""
         slot = self.slots[record]
         slot.storage = slot.alive()
         slot.form = None

@@ -17,7 +17,7 @@ from delta.keeping import Kept
 from delta.runtime.handle import Handle, handle_of
 from delta.runtime.slots import Slot
 from delta.runtime.versions import within_op, without_graph
-from delta.types import Kind
+from delta.types import Action, Kind
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -61,18 +61,23 @@ class KeptTensors:
         self._engine = core.engine
         self._tensors: list[weakref.ref[KeptTensor]] = []
 
-    def pack(self, tensor: Tensor) -> KeptTensor | None:
-        """What autograd gets in place of a tensor that is kept; None if more has to be done than that."""
+    def pack(self, tensor: Tensor) -> KeptTensor | Handle | None:
+        """What autograd gets in place of a tensor that the plan keeps, or drops at once; None if more has to be done
+        than that."""
         core, engine = self._core, self._engine
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         signature = signature_of(tensor, nbytes)
+        core.hear()
         with core.briefly:
-            order = engine.learner.keeps(signature)
+            order = engine.learner.expects(signature)
             if order < 0:
                 return None
             core.device.computes()
             core.gauge.look_closely()
+            routine = engine.routine
+            if routine is not None and order in routine.dropped:
+                return self._dropped(order, tensor, key, signature)
             kept = self._kept(order, tensor, storage, key, signature, nbytes)
             if kept is None:
                 return None
@@ -95,6 +100,22 @@ class KeptTensors:
         if kept is not None:
             core.slots[record].storage = storage
         return kept
+
+    def _dropped(self, order: int, tensor: Tensor, key: int, signature: int) -> Handle | None:
+        core = self._core
+        record = core.record_at(key)
+        if record is None:
+            return None
+        anchors = core.engine.drop(order, record, signature, time.perf_counter_ns())
+        if anchors is None:
+            return None
+        for anchor in anchors:
+            core.hold(anchor)
+        if core.timeline.active:
+            nbytes = core.engine.ledger[record].nbytes
+            core.emit("saved", record=record, nbytes=nbytes)
+            core.emit("evicted", record=record, nbytes=nbytes, action=str(Action.RECOMPUTE))
+        return handle_of(core, record, tensor, tensor._version, stays=False)
 
     def need(self, packed: KeptTensor) -> None:
         """Somebody asks for one."""

@@ -23,7 +23,7 @@ from delta.learner import Learner
 from delta.ledger import Ledger, LedgerError
 from delta.planner import StepGraph, StepLog
 from delta.planner.steplog import build_graph
-from delta.routine import kept_of, read_by_replays
+from delta.routine import orders_of, read_by_replays
 from delta.runtime.core import Core
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.trace import Recording
@@ -101,13 +101,14 @@ def a_step(packs: list[int], releases: list[int] | None = None) -> tuple[StepLog
     [
         ([0, 1, 2], [KEEP, KEEP, KEEP], (0, 1, 2)),
         ([0, 1, 0, 2, 1], [KEEP, KEEP, SWAP], (0, 1, 0, -1, 1)),
-        ([0, 1, 2], [KEEP, KEEP, RECOMPUTE], (0, 1, -1)),
+        ([0, 1, 2, 2], [KEEP, KEEP, RECOMPUTE], (0, 1, 2, 2)),
+        ([0, 1, 2], [KEEP, ENCODE, RECOMPUTE], (0, -1, 2)),
         ([0, 1, 2], [KEEP, SWAP, KEEP], (0, -1, 2)),
     ],
 )
-def test_what_is_kept_is_known_by_its_order(packs, actions, expected) -> None:
+def test_what_is_kept_or_dropped_is_known_by_its_order(packs, actions, expected) -> None:
     log, graph = a_step(packs)
-    assert kept_of(log, graph, plan_of(actions)) == expected
+    assert orders_of(log, graph, plan_of(actions)) == expected
 
 
 @pytest.mark.parametrize(
@@ -130,19 +131,19 @@ def test_what_replays_read(actions, expected) -> None:
 def test_what_goes_later_is_not() -> None:
     log, graph = a_step([0, 1, 2])
     plan = replace(plan_of([KEEP] * 3), evictions={1: ((0, RECOMPUTE),)})
-    assert kept_of(log, graph, plan) == (-1, 1, 2)
+    assert orders_of(log, graph, plan) == (-1, 1, 2)
 
 
 def test_nor_what_was_let_go_of_and_saved_again() -> None:
     log, graph = a_step([0, 1, 0, 2], releases=[0, 1, 0, 2])
-    assert kept_of(log, graph, plan_of([KEEP] * 3)) == (-1, 1, -1, 2)
+    assert orders_of(log, graph, plan_of([KEEP] * 3)) == (-1, 1, -1, 2)
 
 
 def test_nor_what_does_not_count() -> None:
     ops = [an_op(100, [0], [1])]
     log = a_log(ops, {0: 8, 1: 8}, [(0, 0, 0), (1, 1, 1)], [(1, 5), (0, 6)], [(0, 2), (1, 2)], 9, {0: Kind.PARAMETER})
     log.orders = [0, 1]
-    assert kept_of(log, build_graph(log, 0), plan_of([KEEP, KEEP])) == (-1, 1)
+    assert orders_of(log, build_graph(log, 0), plan_of([KEEP, KEEP])) == (-1, 1)
 
 
 def test_steps_are_told_apart_by_sizes_strides_and_types() -> None:
@@ -241,7 +242,7 @@ def test_most_of_a_known_step_is_only_kept(policy: str, device: str) -> None:
         keeping = core.engine.keeping
         without = {each.order for each in keeping.storages.values()}
         recorded = {each.order for each in keeping.recorded.values()}
-        assert without and without | recorded == set(routine.kept) - {-1} - refused
+        assert without and without | recorded == set(routine.orders) - {-1} - routine.dropped - refused
         assert not without & (recorded | routine.read)
         assert bool(recorded) is (policy == "recompute")
         assert all(core.engine.ledger[record].held for record in keeping.recorded)
