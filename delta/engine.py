@@ -310,8 +310,8 @@ class Engine:
     def keep(
         self, order: int, key: int, signature: int, nbytes: int, new_id: Callable[[], int], now_ns: int
     ) -> Kept | None:
-        """Autograd saves a tensor on a storage that has no record, known by `key`. `order`: what `Learner.expects` says.
-        None if more has to be done than to count its bytes, or room be made: then that is what `saved` is for."""
+        """Autograd saves a tensor on a storage that has no record, known by `key`. `order`: of `Learner.expects`. None
+        if more has to be done than to count its bytes, or room be made: then that is what `saved` is for."""
         kept = self.keeping.storages.get(key)
         if kept is not None:
             if kept.order != order:

@@ -26,8 +26,8 @@ Call = tuple[object, int]
 class Way(IntEnum):
     """How the recorder takes a call."""
 
-    PASS = 0
-    RECORD = 1
+    PASS = 1
+    RECORD = 2
 
 
 class Routine:

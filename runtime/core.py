@@ -116,7 +116,7 @@ class Core:
         self.may_watch = True  # while steps are traced, every saved tensor is looked after
         self.modes_below = 0  # dispatch modes that were there before the recorder
         self.closing = False
-        self._ids = itertools.count()
+        self.next_id: Callable[[], int] = itertools.count().__next__
         self._records: dict[int, int] = {}  # storage identity -> record
         self._untimed: deque[tuple[int, Any]] = deque()
         self._inbox: deque[tuple[Literal["gone", "unsaved"], int] | tuple[Literal["kept"], Kept]] = deque()
@@ -125,15 +125,12 @@ class Core:
         self.briefly = _Briefly(self)
         self._collects = False
         self._draining = False
-        self._owner = 0
+        self.owner = 0  # the thread that is in here; 0: none
         self._entered_ns = 0
         self._excluded_ns = 0
         self._step_began_ns = 0
         self._host_step_ns = 0  # from a step's first save to its last need, by the host's clock
         self._warned = 0
-
-    def next_id(self) -> int:
-        return next(self._ids)
 
     # -- entering -------------------------------------------------------------------------------------------------
     def entered(self) -> Core:
@@ -146,7 +143,7 @@ class Core:
             # Between an answer of the engine and the last of its instructions, what they are about has to live on.
             self._collects = gc.isenabled()
             gc.disable()
-            self._owner = threading.get_ident()
+            self.owner = threading.get_ident()
             self._entered_ns = time.perf_counter_ns()
             self._excluded_ns = 0
             try:
@@ -167,7 +164,7 @@ class Core:
     def _leave(self) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._owner = 0
+            self.owner = 0
             if self._collects:
                 gc.enable()
         self._lock.release()
@@ -182,7 +179,7 @@ class Core:
 
     def inside(self) -> bool:
         """Whether the calling thread is in here: the ops it runs are Delta's own."""
-        return self._owner == threading.get_ident()
+        return self.owner == threading.get_ident()
 
     def handle_died(self, record: int, soon: bool = True) -> None:
         """Called by a dying handle, from anywhere: never raises, never waits. Unless it is of use `soon` the engine
@@ -257,14 +254,15 @@ class Core:
         None for a small view of a big storage, because a recipe would have to hold all of it (rule 1), for a weight
         that FSDP may have freed when the recipe is replayed, and for what may be written unseen (rule 19).
         """
-        if self.persistent.refilled(tensor):
-            return None
         record = self.known(tensor)
+        kind = self.engine.ledger.records[record].kind if record is not None else None
+        if kind is not Kind.ACTIVATION and self.persistent.refilled(tensor):
+            return None
         if record is None:
             record = self._seen_first(tensor)
         if record is None:
             return None
-        kind, slot = self.engine.ledger[record].kind, self.slots[record]
+        kind, slot = self.engine.ledger.records[record].kind, self.slots[record]
         if slot.written_unseen or (kind is not Kind.PARAMETER and is_shared(tensor)):
             return None
         if slot.seen is None:
@@ -495,14 +493,14 @@ class Core:
 
     def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op of the program's: for it, `inside` is False, and garbage is collected as ever."""
-        owner, self._owner = self._owner, 0
+        owner, self.owner = self.owner, 0
         if self._collects:
             gc.enable()
         try:
             return func(*args, **kwargs)
         finally:
             gc.disable()
-            self._owner = owner
+            self.owner = owner
 
     # -- instructions ---------------------------------------------------------------------------------------------
     def run(self, instructions: Iterable[Instruction]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,10 +71,7 @@ class OpFacts:
     training: int | None
     view: bool  # its results share an input's storage and nothing is written
     idle: bool  # a view, or it gives no tensor at all (a number, a mark for the profiler) and writes none
-
-    @property
-    def writes(self) -> bool:
-        return bool(self.mutates or self.statistics)
+    writes: bool
 
     def replays_on(self, kind: str, refused: bool) -> bool:
         """Whether a call on a device of that `kind` gives the same bits again, as PyTorch is set now. `refused`: the
@@ -100,9 +96,19 @@ def cudnn_searches() -> bool:
     return torch._C._get_cudnn_benchmark()
 
 
-@cache
 def facts_of(func: OpOverload) -> OpFacts:
     """The facts of one overload."""
+    known = _known.get(id(func))
+    if known is None:
+        known = _known[id(func)] = func, _facts(func)
+    return known[1]
+
+
+# By identity, since hashing an overload takes a call of Python; each is kept, so that its identity stays its own.
+_known: dict[int, tuple[OpOverload, OpFacts]] = {}
+
+
+def _facts(func: OpOverload) -> OpFacts:
     schema = func._schema
     short = schema.name.split("::")[1]
     mutates: list[int | str] = []
@@ -139,4 +145,5 @@ def facts_of(func: OpOverload) -> OpFacts:
         training=names.index("training") if statistics and "training" in names else None,
         view=view,
         idle=view or not (mutates or statistics or any("Tensor" in str(result.type) for result in schema.returns)),
+        writes=bool(mutates or statistics),
     )

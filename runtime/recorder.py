@@ -58,26 +58,28 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._core.inside() or not isinstance(func, OpOverload):
+        core = self._core
+        if (core.owner and core.inside()) or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         facts = facts_of(func)
         if facts.idle:
             return func(*args, **kwargs)
-        backward = torch._C._current_graph_task_id() != -1
-        if not backward and torch.is_grad_enabled():
-            if self._core.engine.step_ends.needed:
-                self._core.forward_again()
-            match self._way(func):
-                case Way.RECORD:
-                    return self._record(func, facts, args, kwargs)
-                case Way.PASS if facts.writes:
-                    return self._watch(func, facts, args, kwargs, keep_track=False)
-                case Way.PASS:
-                    return self._pass(func, args, kwargs)
-        keep_track = not backward and self._core.engine.learner.in_step
-        if keep_track or (facts.writes and self._core.engine.ledger.ops):
-            return self._watch(func, facts, args, kwargs, keep_track)
-        return func(*args, **kwargs) if backward else self._pass(func, args, kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            if facts.writes and core.engine.ledger.ops:
+                return self._watch(func, facts, args, kwargs)
+            return func(*args, **kwargs)
+        learner, keep_track = core.engine.learner, False
+        if torch.is_grad_enabled():
+            if core.engine.step_ends.needed:
+                core.forward_again()
+            routine = learner.routine
+            if routine is None or (routine.way(func) or self._unexpected()) is Way.RECORD:
+                return self._record(func, facts, args, kwargs)
+            watched = facts.writes
+        else:
+            keep_track = learner.in_step
+            watched = keep_track or (facts.writes and bool(core.engine.ledger.ops))
+        return self._watch(func, facts, args, kwargs, keep_track) if watched else self._pass(func, args, kwargs)
 
     def _pass(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op that nobody will ask for."""
@@ -87,21 +89,14 @@ class Recorder(TorchDispatchMode):
             self._core.rescue()
         return func(*args, **kwargs)
 
-    def _way(self, func: OpOverload) -> Way:
-        """How this call is taken in a step whose routine is known."""
-        core = self._core
-        routine = core.engine.routine
-        if routine is None:
-            return Way.RECORD
-        way = routine.way(func)
-        if way is None:
-            with core.entered():
-                core.engine.unexpected()
-            return Way.RECORD
-        return way
+    def _unexpected(self) -> Way:
+        """In a step whose routine is known, this call is another than the one that it expects."""
+        with self._core.entered():
+            self._core.engine.unexpected()
+        return Way.RECORD
 
     def _watch(
-        self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool
+        self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool = False
     ) -> Any:
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
