@@ -254,10 +254,9 @@ class Core:
         None for a small view of a big storage, because a recipe would have to hold all of it (rule 1), for a weight
         that FSDP may have freed when the recipe is replayed, and for what may be written unseen (rule 19).
         """
-        record = self.known(tensor)
-        kind = self.engine.ledger.records[record].kind if record is not None else None
-        if kind is not Kind.ACTIVATION and self.persistent.refilled(tensor):
+        if self.persistent.refilled(tensor):
             return None
+        record = self.known(tensor)
         if record is None:
             record = self._seen_first(tensor)
         if record is None:
