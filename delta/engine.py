@@ -212,6 +212,8 @@ class Engine:
         self.ledger.add_op(op)
         for output in op.outputs:
             self._room.candidates.makers[output] = (op.name, module)
+        if self.learner.routine is not None:  # which is not learned from
+            return []
         records = [self.ledger[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
         return self._make_for_more_of(op, now_ns)

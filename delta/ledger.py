@@ -132,10 +132,13 @@ class Ledger:
         self.handles += 1
         self._counted_handles += 1
         self._counted_bytes += nbytes
-        self.resident_bytes += nbytes
-        self.unevicted_bytes += nbytes
-        self.note_peak()
-        self.peak_unevicted_bytes = max(self.peak_unevicted_bytes, self.unevicted_bytes)
+        if nbytes:
+            self.resident_bytes += nbytes
+            self.unevicted_bytes += nbytes
+            if self.resident_bytes > self.peak_resident_bytes:
+                self.peak_resident_bytes = self.resident_bytes
+            if self.unevicted_bytes > self.peak_unevicted_bytes:
+                self.peak_unevicted_bytes = self.unevicted_bytes
 
     def uncount(self, nbytes: int, handles: int = 1) -> None:
         """Such a saved tensor has died, or several have; with the last one its storage's bytes go."""

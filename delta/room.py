@@ -188,10 +188,12 @@ class Room:
         if order + 1 < len(plan.saved_bytes):
             rise_bytes = plan.forward_bytes[order + 1] - plan.forward_bytes[order]
             coming_bytes = max(rise_bytes, plan.saved_bytes[order + 1])
+        needed_bytes = self._ledger.resident_bytes + nbytes + coming_bytes
+        if self._encoded_bytes:
+            needed_bytes += self._spare_bytes
         limit = self.limit_bytes
         if self._headroom is not None and limit is not None:
             limit = min(limit, self._limit(self._headroom.at_next_save_bytes) or 0)
-        needed_bytes = self._ledger.resident_bytes + nbytes + coming_bytes + self._spare_bytes
         return limit is None or needed_bytes <= limit
 
     def make_place(self, nbytes: int, now_ns: int) -> list[Instruction]:

@@ -141,7 +141,8 @@ class Recorder(TorchDispatchMode):
                 cost_ns = core.took_ns(recipe, token) if known_ns is None else known_ns
                 op = self._op(facts, recipe, products, new_versions, cost_ns or 0)
                 core.recorded(op, recipe, untimed=token if cost_ns is None else None)
-            core.engine.called(func, made=bool(products))
+            if routine is None:
+                core.engine.called(func, made=bool(products))
             core.writes.settle(new_versions)
         return result
 

@@ -516,7 +516,7 @@ def test_under_a_routine_no_op_is_timed(monkeypatch):
         timed = []
         monkeypatch.setattr(run._core.clock, "start", lambda: timed.append(1))
         loss = of_rows(16)(Branching())
-        recorded = list(engine.learner.log.ops)
+        recorded = list(engine.ledger.ops.values())
         assert engine.routine is not None and recorded and not timed
         costs = {(op.name, op.cost_ns) for op in known}
         assert all((op.name, op.cost_ns) in costs for op in recorded)
@@ -534,7 +534,7 @@ def test_under_a_routine_few_ops_are_recorded_and_the_limit_holds():
         assert engine.routine is not None
         model = Branching()
         loss = of_rows(16)(model)
-        assert 0 < len(engine.learner.log.ops) < len(engine.routine.ways) / 2
+        assert 0 < len(engine.ledger.ops) < len(engine.routine.ways) / 2
         loss.backward()
     report = run.report()
     assert report.peak_activation_bytes <= 1.01 * report.budget_bytes
