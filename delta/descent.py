@@ -97,11 +97,11 @@ class Descent:
         return wanted
 
     def _missing(self, record: int) -> bool:
-        rec = self._ledger[record]
+        rec = self._ledger.records[record]
         return not rec.available and not rec.alive
 
     def _maker(self, record: int) -> OpInfo:
-        op_id = self._ledger[record].op
+        op_id = self._ledger.records[record].op
         op = self._ledger.ops.get(op_id) if op_id is not None else None
         if op is None or not op.replayable:
             raise LedgerError(f"record {record} is gone and cannot be replayed")
@@ -112,7 +112,7 @@ class Descent:
             self._pending.add(op.id)
             for source in op.inputs:
                 if self._holds and not self.wants(source):
-                    self._ledger.pin(source, self._ledger[source].used_ns)  # to be wanted is no use
+                    self._ledger.pin(source, self._ledger.records[source].used_ns)  # to be wanted is no use
                 self._readers[source] = self._readers.get(source, 0) + 1
 
     def _enter(self, op: OpInfo, now_ns: int) -> None:

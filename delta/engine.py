@@ -214,7 +214,7 @@ class Engine:
             self._room.candidates.makers[output] = (op.name, module)
         if self.learner.routine is not None:  # which is not learned from
             return []
-        records = [self.ledger[record] for record in op.inputs + op.outputs]
+        records = [self.ledger.records[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
         return self._make_for_more_of(op, now_ns)
 
@@ -223,7 +223,7 @@ class Engine:
         or be read by an op whose result of the same size is. Have room for one, before it counts."""
         if self._announced or not self.learner.in_step or self.learner.plan is not None:
             return []
-        made_bytes = max((self.ledger[record].nbytes for record in op.outputs), default=0)
+        made_bytes = max((self.ledger.records[record].nbytes for record in op.outputs), default=0)
         return self._room.make(made_bytes, now_ns, guess=True) if made_bytes > self._largest_bytes else []
 
     def called(self, call: object, made: bool) -> None:
@@ -253,12 +253,12 @@ class Engine:
 
     def encodable(self, record: int, encoding: Encoding) -> None:
         """The record, which is about to be saved, can be kept in a smaller form."""
-        if self._room.candidates.encodes and encoding.nbytes < self.ledger[record].nbytes:
-            self._room.offer(self.ledger[record], encoding)
+        if self._room.candidates.encodes and encoding.nbytes < self.ledger.records[record].nbytes:
+            self._room.offer(self.ledger.records[record], encoding)
 
     def saved(self, record: int, signature: int, now_ns: int, look: Look = ANY_LOOK) -> list[Instruction]:
         """Autograd saved a tensor on `record`. The record is alive."""
-        rec = self.ledger[record]
+        rec = self.ledger.records[record]
         begins, plans_before, began_ns = not self.learner.in_step, self.planning.made, 0
         if begins:
             began_ns = self._clock()
@@ -330,7 +330,7 @@ class Engine:
 
     def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
         """The same of a tensor on a storage that has a record: Delta holds it from here on."""
-        rec, kept, stretch = self.ledger[record], self.keeping.recorded.get(record), self.step_ends.stretch
+        rec, kept, stretch = self.ledger.records[record], self.keeping.recorded.get(record), self.step_ends.stretch
         if kept is not None:
             if kept.order != order:
                 return None
@@ -347,7 +347,7 @@ class Engine:
     def drop(self, order: int, record: int, signature: int, now_ns: int) -> list[int] | None:
         """Autograd saves a tensor on a storage that the plan drops at once, known as in `keep`: it has gone, for its
         recipe. The records that Delta has to hold for that. None if that is for `saved` to see to."""
-        rec, ledger = self.ledger[record], self.ledger
+        rec, ledger = self.ledger.records[record], self.ledger
         if rec.saved_at == order and rec.handles and not rec.available:  # dropped at its first save
             ledger.save(record, order)
             self.learner.came(signature, order)
@@ -397,7 +397,7 @@ class Engine:
     def unsaved_kept(self, kept: Kept, now_ns: int) -> list[Instruction]:
         """A saved tensor on a kept storage died."""
         if kept.recorded:
-            if self.ledger[self.ledger.resolve(kept.record)].handles == 1:
+            if self.ledger.records[self.ledger.resolve(kept.record)].handles == 1:
                 self.keeping.recorded.pop(kept.record, None)
             return self.unsaved(kept.record, now_ns)
         self.keeping.released(kept)
@@ -419,7 +419,7 @@ class Engine:
 
     def before_overwrite(self, record: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
         """An op is about to write into the storage of `record`."""
-        rec = self.ledger[record]
+        rec = self.ledger.records[record]
         if in_backward and not self._backward_writes:
             self._backward_writes = self.ledger.leads_to_saved(record)
         out: list[Instruction] = []
@@ -433,15 +433,15 @@ class Engine:
 
     def overwritten(self, old: int, new: int, preserved: bool, now_ns: int) -> list[Instruction]:
         """The storage of `old` now holds the version `new` (already created). `old` lives on until `version_ended`."""
-        rec = self.ledger[old]
+        rec = self.ledger.records[old]
         if rec.handles:
-            if not self.ledger[new].held:
+            if not self.ledger.records[new].held:
                 self.ledger.hold(new)
             if 0 <= rec.saved_at < len(self._recall.by_order):
                 self._recall.by_order[rec.saved_at] = new
             self.ledger.supersede(old, new)
-            self.ledger[new].stretch = rec.stretch
-        out: list[Instruction] = [Hold(new)] if self.ledger[new].held else []
+            self.ledger.records[new].stretch = rec.stretch
+        out: list[Instruction] = [Hold(new)] if self.ledger.records[new].held else []
         if preserved:
             return out
         if rec.held or (rec.encoded_bytes and not self.ledger.needed(old)):
@@ -465,7 +465,7 @@ class Engine:
         """In backward: storages that it has been given and uses still, or that the program has never let go of (a
         batch). Letting go of them would free nothing."""
         self._room.candidates.still_used(records)
-        self.learner.still_used({self.ledger[record].saved_at for record in records if record in self.ledger})
+        self.learner.still_used({self.ledger.records[record].saved_at for record in records if record in self.ledger})
 
     def stays(self, nbytes: int) -> bool:
         """Whether a saved storage of that size stays as it is until its last handle has died, whatever comes. Not where
@@ -474,7 +474,7 @@ class Engine:
 
     def asked(self, handle: int, in_backward: bool) -> None:
         """Somebody asks for the record of a handle that `stays`: there is nothing to decide."""
-        rec = self.ledger[self.ledger.resolve(handle)]
+        rec = self.ledger.records[self.ledger.resolve(handle)]
         if in_backward:
             self.step_ends.need(rec.stretch)
         if self.learner.in_step and rec.saved_at >= 0:
@@ -482,7 +482,7 @@ class Engine:
 
     def need(self, handle: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
         """Somebody asks for the record of a handle, `in_backward` or looking. It stays pinned until `served`."""
-        rec = self.ledger[self.ledger.resolve(handle)]
+        rec = self.ledger.records[self.ledger.resolve(handle)]
         if in_backward:
             self.step_ends.need(rec.stretch)
         self.ledger.pin(rec.id, now_ns)
@@ -504,7 +504,7 @@ class Engine:
     def unsaved(self, handle: int, now_ns: int) -> list[Instruction]:
         """A handle died."""
         record = self.ledger.resolve(handle)
-        order = self.ledger[record].saved_at
+        order = self.ledger.records[record].saved_at
         if not self.ledger.unsave(record):
             return []
         if order >= 0:
@@ -537,7 +537,7 @@ class Engine:
             self.learner.turn_ended(now_ns - self._lost_ns)
             if (plan := self.learner.plan) is not None and plan.rehearsed:
                 gone = self._room.following.after_turn(now_ns)
-                going_bytes = sum(self.ledger[each.record].nbytes for each in gone if isinstance(each, Drop))
+                going_bytes = sum(self.ledger.records[each.record].nbytes for each in gone if isinstance(each, Drop))
                 return gone + self._recall.after_turn(going_bytes, now_ns)
         return self._room.following.needed(here, now_ns) + self._recall.prefetch(here, now_ns)
 
@@ -549,14 +549,14 @@ class Engine:
     # -- encoded forms --------------------------------------------------------------------------------------------
     def encoded(self, record: int, nbytes: int) -> None:
         """The encoded form has been made; the device copy is let go of next."""
-        rec = self.ledger[record]
+        rec = self.ledger.records[record]
         if not rec.stood_in_for:  # that has been let go of already
             self.ledger.encoded(record, nbytes)
         self.totals.encoded_bytes += rec.nbytes - nbytes
 
     def encode_failed(self, record: int, now_ns: int) -> list[Instruction]:
         """The bytes do not fit the encoded form: the device copy is still the value, and something else has to go."""
-        rec = self.ledger[record]
+        rec = self.ledger.records[record]
         missing = rec.stood_in_for
         self.ledger.encode_failed(record)
         if missing:
@@ -566,7 +566,7 @@ class Engine:
 
     def stood_in(self, record: int) -> None:
         """A stand-in has been decoded for the one who asked: that takes memory until he has read it."""
-        self.ledger.note_peak(self.ledger[record].nbytes)
+        self.ledger.note_peak(self.ledger.records[record].nbytes)
 
     def decode_failed(self, record: int, nbytes: int) -> None:
         """There was no memory to decode to: the encoded form of `nbytes` is still the value."""

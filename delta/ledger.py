@@ -633,7 +633,12 @@ class Ledger:
 
     def _account(self, rec: Record, peak: bool = True) -> None:
         """A record has changed, and what it adds to what is resident may have."""
-        added_bytes = rec.resident_bytes - rec.accounted_bytes
+        resident_bytes = rec.encoded_bytes
+        if (
+            rec.alive and (rec.handles or rec.held) and rec.kind is not Kind.PARAMETER
+        ):  # `Record.counted`, without calls
+            resident_bytes += rec.nbytes
+        added_bytes = resident_bytes - rec.accounted_bytes
         if added_bytes:
             rec.accounted_bytes += added_bytes
             self.resident_bytes += added_bytes

@@ -108,7 +108,7 @@ class Recall:
     def _fits(self, order: int, nbytes: int, window: int | Literal["auto"]) -> bool:
         """Whether a copy back may begin: it takes no room that an op needs before it is used."""
         if window != "auto":
-            copied = (self._ledger[record] for record in self._ledger.copied)
+            copied = (self._ledger.records[record] for record in self._ledger.copied)
             if nbytes + sum(rec.nbytes for rec in copied if rec.host is Host.COMING) > window:
                 return False
         limit = self._room.limit_until(order)
@@ -116,6 +116,6 @@ class Recall:
 
     def _next_swapped(self) -> list[int]:
         """Without a plan: the last saved is most likely needed next, so look at the two newest that are swapped."""
-        copied = (self._ledger[record] for record in self._ledger.copied)
+        copied = (self._ledger.records[record] for record in self._ledger.copied)
         swapped = (rec.saved_at for rec in copied if rec.host is Host.WHOLE and not rec.held and rec.saved_at >= 0)
         return nlargest(2, swapped)

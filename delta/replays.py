@@ -40,7 +40,7 @@ class Replays:
         """Bring in what the op reads and make room for what it makes."""
         out: list[Instruction] = []
         for source in dict.fromkeys(op.inputs):
-            out += self._recall.bring(self._ledger[source], now_ns)
+            out += self._recall.bring(self._ledger.records[source], now_ns)
         return out + self._room.make(self._ledger.made_bytes(op.id), now_ns)
 
     def made_again(self, op: OpInfo) -> list[int]:
@@ -52,7 +52,7 @@ class Replays:
         """The descent's op was replayed and the runtime holds the storages of `made`. What nobody needs any more
         goes."""
         for record in made:
-            rec = self._ledger[record]
+            rec = self._ledger.records[record]
             self._ledger.hold(record)
             self._room.candidates.back(rec)
             self._totals.recomputed_bytes += rec.nbytes
@@ -75,7 +75,7 @@ class Replays:
         return frozenset(
             record
             for record in op.overwrites
-            if (rec := self._ledger[record]).pins == op.inputs.count(record)
+            if (rec := self._ledger.records[record]).pins == op.inputs.count(record)
             and not rec.handles
             and rec.kind is Kind.ACTIVATION
             and rec.host is Host.NONE

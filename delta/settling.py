@@ -58,22 +58,23 @@ class Settling:
 
     def loose(self, record: int) -> None:
         """Nobody but Delta holds the storage of a saved record any more."""
-        order = self._ledger[record].saved_at
+        order = self._ledger.records[record].saved_at
         if order >= 0:
             self._learner.loose(order)
 
     def gone(self, record: int) -> list[Instruction]:
         """The storage died on the device."""
-        if record not in self._ledger or not self._ledger[record].alive or self._ledger[record].held:
+        if record not in self._ledger or not self._ledger.records[record].alive or self._ledger.records[record].held:
             return []
         self.loose(record)
         self._ledger.gone(record)
-        self._candidates.missing(self._ledger[record])
+        self._candidates.missing(self._ledger.records[record])
         return self.bury([record])
 
     def bury(self, records: Iterable[int]) -> list[Instruction]:
         """Forget those of the records that are dead and that no recipe reads, and what only they were kept for."""
-        return self.let_go_idle(*self._ledger.forget_dead(records))
+        forgotten, idle = self._ledger.forget_dead(records)
+        return self.let_go_idle(forgotten, idle) if forgotten or idle else []
 
     def let_go_idle(self, forgotten: list[int], idle: list[int]) -> list[Instruction]:
         """What the ledger has forgotten, and what nobody needs since."""

@@ -23,7 +23,7 @@ class Transfers:
 
     def copied_out(self, record: int) -> list[Instruction]:
         """The host copy is whole: the device copy may go."""
-        rec = self._ledger[record]
+        rec = self._ledger.records[record]
         self._ledger.set_host(record, Host.WHOLE)
         self._totals.swapped_out_bytes += rec.nbytes
         if rec.pins or (not rec.handles and not rec.users):
@@ -50,7 +50,7 @@ class Transfers:
 
     def copied_in(self, record: int) -> list[Instruction]:
         """The device copy is whole again."""
-        rec = self._ledger[record]
+        rec = self._ledger.records[record]
         self._ledger.set_host(record, Host.WHOLE)
         self._ledger.note_peak()
         self._totals.swapped_in_bytes += rec.nbytes
@@ -67,4 +67,4 @@ class Transfers:
 
     def swap_in_again(self, record: int, now_ns: int) -> None:
         """A copy back that failed is asked for once more."""
-        self._recall.swap_in(self._ledger[record], now_ns)
+        self._recall.swap_in(self._ledger.records[record], now_ns)

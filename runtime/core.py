@@ -77,10 +77,12 @@ class _Briefly:
         self._core = core
 
     def __enter__(self) -> None:
-        self._core.enter_briefly()
+        self._core.lock.acquire()
+        self._core.depth += 1
 
     def __exit__(self, *exc: object) -> None:
-        self._core.leave_briefly()
+        self._core.depth -= 1
+        self._core.lock.release()
 
 
 class Core:
@@ -119,9 +121,9 @@ class Core:
         self.next_id: Callable[[], int] = itertools.count().__next__
         self._records: dict[int, int] = {}  # storage identity -> record
         self._untimed: deque[tuple[int, Any]] = deque()
-        self._inbox: deque[tuple[Literal["gone", "unsaved"], int] | tuple[Literal["kept"], Kept]] = deque()
-        self._lock = threading.RLock()
-        self._depth = 0
+        self.inbox: deque[tuple[Literal["gone", "unsaved"], int] | tuple[Literal["kept"], Kept]] = deque()
+        self.lock = threading.RLock()
+        self.depth = 0
         self.briefly = _Briefly(self)
         self._collects = False
         self._draining = False
@@ -137,9 +139,9 @@ class Core:
         return self
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-        if self._depth == 1:
+        self.lock.acquire()
+        self.depth += 1
+        if self.depth == 1:
             # Between an answer of the engine and the last of its instructions, what they are about has to live on.
             self._collects = gc.isenabled()
             gc.disable()
@@ -154,28 +156,20 @@ class Core:
 
     def __exit__(self, *exc: object) -> None:
         try:
-            if self._depth == 1:
-                if self._inbox or self.closing:
+            if self.depth == 1:
+                if self.inbox or self.closing:
                     self._drain()
                 self.overhead_ns += time.perf_counter_ns() - self._entered_ns - self._excluded_ns
         finally:
             self._leave()
 
     def _leave(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        self.depth -= 1
+        if self.depth == 0:
             self.owner = 0
             if self._collects:
                 gc.enable()
-        self._lock.release()
-
-    def enter_briefly(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-
-    def leave_briefly(self) -> None:
-        self._depth -= 1
-        self._lock.release()
+        self.lock.release()
 
     def inside(self) -> bool:
         """Whether the calling thread is in here: the ops it runs are Delta's own."""
@@ -184,33 +178,32 @@ class Core:
     def handle_died(self, record: int, soon: bool = True) -> None:
         """Called by a dying handle, from anywhere: never raises, never waits. Unless it is of use `soon` the engine
         hears of it with what comes next, or when the step may have ended by it."""
-        self._inbox.append(("unsaved", record))
+        self.inbox.append(("unsaved", record))
         if soon or self._many_notes():
             self._take_notes()
 
     def kept_died(self, kept: Kept, soon: bool = False) -> None:
         """The same, called by a dying saved tensor that was kept. Without a record, its bytes go by themselves."""
-        self._inbox.append(("kept", kept))
+        self.inbox.append(("kept", kept))
         if soon or self._many_notes():
             self._take_notes()
 
     def _many_notes(self) -> bool:
-        return len(self._inbox) >= min(_NOTES, self.engine.ledger.own_handles) or self.closing
+        return len(self.inbox) >= min(_NOTES, self.engine.ledger.own_handles) or self.closing
 
     def _take_notes(self) -> None:
-        if self._lock.acquire(blocking=False):
+        if self.lock.acquire(blocking=False):
             try:
-                if self._depth == 0:
+                if self.depth == 0:
                     with self:
                         pass
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def hear(self) -> None:
         """Take in the notes there are, so that what has died counts no more."""
-        if self._inbox:
-            with self:
-                pass
+        with self:
+            pass
 
     def _drain(self) -> None:
         """Take in what happened at times when the engine could not be told, and transfers that have ended."""
@@ -218,18 +211,22 @@ class Core:
         try:
             if self.swap.busy:
                 self.swap.poll()
-            while self._inbox:
-                note = self._inbox.popleft()
+            while self.inbox:
+                note = self.inbox.popleft()
                 if note[0] == "gone":
-                    self.run(self.engine.storage_gone(note[1]))
+                    if gone := self.engine.storage_gone(note[1]):
+                        self.run(gone)
                     continue
                 if self._untimed:
                     self._time_ops(wait=self.engine.ledger.own_handles == 1)  # the step is about to be learned from
                 if note[0] == "kept":
-                    self.run(self.engine.unsaved_kept(note[1], time.perf_counter_ns()))
+                    out = self.engine.unsaved_kept(note[1], time.perf_counter_ns())
                 else:
-                    self.run(self.engine.unsaved(note[1], time.perf_counter_ns()))
-                self._step_ended()
+                    out = self.engine.unsaved(note[1], time.perf_counter_ns())
+                if out:
+                    self.run(out)
+                if self.engine.finished_steps:
+                    self._step_ended()
         finally:
             self._draining = False
         if self.closing and self.engine.ledger.handles == 0:
@@ -333,7 +330,7 @@ class Core:
 
     def _storage_died(self, ref: StorageRef) -> None:
         self.untrack(ref)
-        self._inbox.append(("gone", ref.record))
+        self.inbox.append(("gone", ref.record))
 
     # -- idle steps -------------------------------------------------------------------------------------------------
     def watching(self) -> bool:
@@ -403,7 +400,7 @@ class Core:
             self._time_ops(wait=False)
         if not stays:
             self.attached.look(few=not engine.learner.recorded)
-        rec = engine.ledger[record]
+        rec = engine.ledger.records[record]
         if rec.saved_at < 0 and not stays:
             self.attached.add(record)
             if engine.encodes:
@@ -439,7 +436,7 @@ class Core:
         record = self.engine.ledger.resolve(handle)
         try:
             self.run(needs)
-            if not self.engine.ledger[record].held:
+            if not self.engine.ledger.records[record].held:
                 if (signs := self.encoder.stand_in(record)) is not None:
                     return view.over(signs)
                 self.rematerialiser.bring_back(record)
@@ -459,14 +456,14 @@ class Core:
     def ready(self, record: int) -> torch.UntypedStorage:
         slot = self.slots[record]
         storage = slot.alive()
-        if slot.coming is not None or (storage is None and self.engine.ledger[record].host is Host.WHOLE):
+        if slot.coming is not None or (storage is None and self.engine.ledger.records[record].host is Host.WHOLE):
             self.swap.await_back(record)
             storage = slot.alive()
         if storage is None:
             raise DeltaError(f"record {record} was not brought back: this is a defect in Delta, please report it")
-        if storage.nbytes() < self.engine.ledger[record].nbytes:
+        if storage.nbytes() < self.engine.ledger.records[record].nbytes:
             raise StorageModifiedError(
-                f"a tensor that backward needs had {self.engine.ledger[record].nbytes} bytes and has "
+                f"a tensor that backward needs had {self.engine.ledger.records[record].nbytes} bytes and has "
                 f"{storage.nbytes()}: its storage was resized after forward. Do that after backward, or outside of the "
                 "block."
             )
@@ -509,11 +506,13 @@ class Core:
                     self.hold(record)
                 case Drop(record, action):
                     self.let_go(record)
-                    self.emit("evicted", record=record, nbytes=self.engine.ledger[record].nbytes, action=str(action))
+                    self.emit(
+                        "evicted", record=record, nbytes=self.engine.ledger.records[record].nbytes, action=str(action)
+                    )
                 case Release(record):
                     self.let_go(record)
                     if record in self.engine.ledger:  # the end of a step forgets what was only an encoded form
-                        self.emit("freed", record=record, nbytes=self.engine.ledger[record].nbytes)
+                        self.emit("freed", record=record, nbytes=self.engine.ledger.records[record].nbytes)
                 case SwapOut(record, wait):
                     self.swap.out(record, wait)
                 case SwapIn(record):
@@ -528,7 +527,7 @@ class Core:
                     self._preserve(record)
                 case Forget(record):
                     self._forget(record)
-        if not self._draining and self._inbox:
+        if not self._draining and self.inbox:
             self._drain()
 
     def hold(self, record: int) -> None:
@@ -656,7 +655,7 @@ class Core:
                 self.device.free(slot.block)
         self.slots.clear()
         self._records.clear()
-        self._inbox.clear()  # storages that died of this are nobody's business any more
+        self.inbox.clear()  # storages that died of this are nobody's business any more
         self.swap.clear()
         self.device.close()
         self.timeline.close()

@@ -68,14 +68,15 @@ class KeptTensors:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         signature = signature_of(tensor, nbytes)
-        core.hear()
+        if core.inbox:
+            core.hear()
         with core.briefly:
             order = engine.learner.expects(signature)
             if order < 0:
                 return None
             core.device.computes()
             core.gauge.look_closely()
-            routine = engine.routine
+            routine = engine.learner.routine
             if routine is not None and order in routine.dropped:
                 return self._dropped(order, tensor, key, signature)
             kept = self._kept(order, tensor, storage, key, signature, nbytes)
@@ -83,7 +84,8 @@ class KeptTensors:
                 return None
             packed = KeptTensor(core, kept, tensor, engine.step_ends.stretch, engine.stays(nbytes))
             self._tensors.append(weakref.ref(packed))
-        core.emit("saved", record=kept.record, nbytes=nbytes)
+        if core.timeline.active:
+            core.emit("saved", record=kept.record, nbytes=nbytes)
         return packed
 
     def _kept(
@@ -92,7 +94,7 @@ class KeptTensors:
         core, engine, now_ns = self._core, self._engine, time.perf_counter_ns()
         record = core.record_at(key)
         if record is None:
-            routine = engine.routine
+            routine = engine.learner.routine
             if routine is None or order not in routine.read:
                 return engine.keep(order, key, signature, nbytes, core.next_id, now_ns)
             record = core.create(tensor, Kind.ACTIVATION)

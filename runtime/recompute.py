@@ -37,6 +37,9 @@ class Slot:
     index: int
 
 
+_SLOTS = tuple(map(Slot, range(16)))
+
+
 @dataclass(frozen=True, slots=True)
 class Scratch:
     """Stands for batch-norm statistics: a training step writes them and does not read them, so a replay gets zeros."""
@@ -63,7 +66,7 @@ class Product(NamedTuple):
     written: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recipe:
     """One recorded call."""
 
@@ -98,7 +101,7 @@ def _strip(value: Any, tensors: list[Tensor]) -> Any:
     # Not a closure: one that calls itself is a reference cycle, and would keep the tensors alive until a collection.
     if isinstance(value, Tensor):
         tensors.append(value)
-        return Slot(len(tensors) - 1)
+        return _SLOTS[len(tensors) - 1] if len(tensors) <= len(_SLOTS) else Slot(len(tensors) - 1)
     if type(value) in (list, tuple):
         return type(value)(_strip(item, tensors) for item in value)
     return value

@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         with core.entered():
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
-            preserved = core.writes.begin(written)
+            preserved = core.writes.begin(written) if written else set()
             generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
             refusals = facts.refusals(core.device)
             began_ns, mark = time.perf_counter_ns(), core.clock.start() if known_ns is None else None
@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
             token = core.clock.stop(mark) if known_ns is None else None
             core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)
-            new_versions = core.writes.end(written, preserved)
+            new_versions = core.writes.end(written, preserved) if written else {}
             products = self._products(results, call.tensors, new_versions)
             if products:
                 recipe = None

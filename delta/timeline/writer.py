@@ -30,14 +30,11 @@ class Timeline:
         self.path = None if path is None else os.fspath(path)
         self._pending: deque[tuple[int, str, dict[str, Any]]] = deque()
         self._file: TextIO | None = None
+        self.active = False  # events still reach a file: lets a caller skip the making of fields nobody will read
         if self.path is not None:
             self._file = _open(self.path)
+            self.active = True
             self._write(_encode({VERSION_KEY: VERSION, **header}) + "\n")
-
-    @property
-    def active(self) -> bool:
-        """Whether events still reach a file: lets a caller skip the making of fields nobody will read."""
-        return self._file is not None
 
     def emit(self, ev: str, t_ns: int, **fields: Any) -> None:
         """Note one event of a kind in `EVENTS`. The fields are checked when they are written."""
@@ -74,7 +71,7 @@ class Timeline:
             self._warn(error)
 
     def _end(self) -> None:
-        file, self._file = self._file, None
+        file, self._file, self.active = self._file, None, False
         self._pending.clear()
         if file is not None:
             file.close()
