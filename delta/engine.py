@@ -382,7 +382,8 @@ class Engine:
             self._headroom.saved()
 
     def need_kept(self, kept: Kept, stretch: int, stays: bool, now_ns: int, in_backward: bool) -> bool:
-        """Somebody asks for a kept storage, which was saved in that stretch. Whether `prefetch` has something to do."""
+        """Somebody asks for a kept storage, which was saved in that stretch. Whether `pressure` or `prefetch` has
+        something to do."""
         if in_backward:
             self.step_ends.need(stretch)
         if stays:
@@ -391,6 +392,9 @@ class Engine:
         self.learner.needed(kept.order, now_ns - self._lost_ns)
         if self._headroom is not None:
             self._headroom.needed()
+            limit = self.limit_bytes
+            if limit is not None and self.ledger.resident_bytes > limit:
+                return True
         plan, here = self.learner.plan, self.learner.position - 1
         return self._recall.waiting or (plan is not None and (here in plan.prefetch or here in plan.evictions))
 

@@ -130,6 +130,7 @@ class KeptTensors:
             more = self._engine.need_kept(kept, packed.stretch, packed.stays, now_ns, in_backward)
         if more:
             with core.entered():
+                core.run(self._engine.pressure(now_ns))
                 core.go_on()
 
     def give_records(self) -> None:

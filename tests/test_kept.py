@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import delta
+from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.keeping import Keeping, Kept
 from delta.learner import Learner
@@ -440,6 +441,107 @@ def test_while_steps_are_traced_each_has_a_record(tmp_path: Any) -> None:
             assert bool(counted(run._core)) is (step > STEADY) or step < STEADY
             loss.backward()
             net.zero_grad()
+
+
+# -- with a record ----------------------------------------------------------------------------------------------------
+class Watched(Net):
+    """The same with sources of replays that are saved only after what is made of them, and long before it."""
+
+    def forward(self, x: Tensor, between: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
+        early = x = self.layers[0](x).tanh()
+        for layer in list(self.layers)[1:]:
+            read = layer(x)
+            x = (read + 1).sigmoid() * read.sin() * early
+        return x * early.exp()
+
+
+def full_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled with the records of saves that take the whole way."""
+    records: list[int] = []
+    saved = Core.saved
+
+    def noted(core: Core, *args: Any) -> int:
+        records.append(saved(core, *args))
+        return records[-1]
+
+    monkeypatch.setattr(Core, "saved", noted)
+    return records
+
+
+@pytest.mark.parametrize("net_class", [Net, Watched])
+def test_what_replays_read_is_held_as_long_as_it_is_needed(net_class, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    net = net_class()
+    loss_of(net).backward()
+    expected = gradients(net)
+    with steady(net) as core:
+        engine, whole, dropped, deaths = core.engine, full_ways(monkeypatch), [], []
+        drop, unsaved_kept = Engine.drop, Engine.unsaved_kept
+
+        def noted_drop(engine: Engine, order: int, record: int, *args: Any) -> list[int] | None:
+            anchors = drop(engine, order, record, *args)
+            dropped.append((order, anchors))
+            assert anchors is None or not engine.ledger[record].available
+            return anchors
+
+        def checked(engine: Engine, kept: Kept, now_ns: int) -> Any:
+            told = unsaved_kept(engine, kept, now_ns)
+            deaths.append(kept)
+            engine.ledger.validate()
+            return told
+
+        monkeypatch.setattr(Engine, "drop", noted_drop)
+        monkeypatch.setattr(Engine, "unsaved_kept", checked)
+        routine, before = engine.routine, dict(engine.totals.evictions)
+        assert routine is not None and routine.dropped and routine.read
+        loss = loss_of(net)
+        counted(core)
+        assert 1 <= len(whole) < engine.learner.packs / 3, "the one that begins the step, and where room is short"
+        gone = {order for order, anchors in dropped if anchors is not None}
+        assert gone and gone <= routine.dropped
+        assert engine.totals.evictions["recompute"] - before["recompute"] == len({order for order, _ in dropped})
+        loss.backward()
+        assert any(kept.recorded for kept in deaths) and counted(core) == 0
+        assert engine.routine is not None and not engine.keeping.recorded
+    assert_same(gradients(net), expected)
+
+
+def test_those_with_a_record_are_looked_after_too_then() -> None:
+    expected, net = plain(), fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        recorded = set(core.engine.keeping.recorded)
+        packed = [each for ref in core.kept._tensors if (each := ref()) is not None]
+        assert recorded and all(core.engine.ledger[record].held for record in recorded)
+        core.rescue()
+        counted(core)
+        assert not core.engine.keeping.recorded
+        assert recorded <= {each.taken.record for each in packed if each.taken is not None}
+        assert recorded <= set(core.attached.records)
+        del packed
+        loss.backward()
+    assert_same(gradients(net), expected)
+
+
+def test_one_that_is_dying_gets_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weak references find it until its death has been told of, and that may bring about that records are given."""
+    expected, net = plain(), fresh()
+    with steady(net) as core:
+        loss, died = loss_of(net), []
+        kept_died = Core.kept_died
+
+        def told(core: Core, kept: Kept, soon: bool = False) -> None:
+            if not died:
+                died.append(kept)
+                with core.entered():
+                    core.engine.keeping.end()
+            kept_died(core, kept, soon)
+
+        monkeypatch.setattr(Core, "kept_died", told)
+        loss.backward()
+        assert died and counted(core) == 0
+        assert core.engine.ledger.handles == 0
+    assert_same(gradients(net), expected)
 
 
 # -- convolutions -----------------------------------------------------------------------------------------------------
