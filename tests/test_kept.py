@@ -15,20 +15,21 @@ from test_learner import plan_of
 from test_routine import chain
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy import Toy
 
 import delta
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.keeping import Keeping, Kept
-from delta.learner import Learner
+from delta.learner import Learner, Profile
 from delta.ledger import Ledger, LedgerError
-from delta.planner import StepGraph, StepLog
+from delta.planner import Plan, StepGraph, StepLog
 from delta.planner.steplog import build_graph
 from delta.routine import orders_of, read_by_replays
 from delta.runtime.core import Core
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.trace import Recording
-from delta.types import Action, Kind
+from delta.types import Action, Kind, Mode
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
 pytestmark = [
@@ -153,6 +154,60 @@ def test_steps_are_told_apart_by_sizes_strides_and_types() -> None:
     assert signature_of(x, 96) == signature_of(torch.zeros(4, 6), 96)
     assert len({signature_of(each, 96) for each in (x, *others)}) == 5
     assert signature_of(x, 96) != signature_of(x, 100)
+
+
+# -- what goes at once ------------------------------------------------------------------------------------------------
+def planned(limit: int = 1000, **second: Any) -> Toy:
+    """Storage 1 is saved and kept, 3 is to be saved next and goes; it is made of 2, and 2 of 1. `second`: of 2's op."""
+    toy = Toy(limit, ("keep", "recompute"))
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.save(1, 10)
+    toy.op(2, 100, [1], **second)
+    toy.op(3, 100, [2])
+    nothing = (0, 0)
+    plan = Plan((KEEP, RECOMPUTE), {}, ((), ()), nothing, (100, 100), (100, 200), 0, 0, 0)
+    learner = toy.engine.learner
+    learner.current = Profile((), build_graph(learner.log, 0), 0, {}, 1.0, plan)
+    learner.mode = Mode.PLANNED
+    return toy
+
+
+def test_what_goes_at_its_save_counts_until_the_program_lets_go_of_it() -> None:
+    toy = planned()
+    engine, ledger = toy.engine, toy.engine.ledger
+    assert engine.drop(1, 3, 7, 20) == []
+    assert (ledger[3].saved_at, ledger[3].handles, ledger[3].available) == (1, 1, False)
+    assert (ledger.resident_bytes, ledger.unevicted_bytes, engine.totals.evictions) == (200, 200, {"recompute": 1})
+    assert engine.drop(1, 3, 7, 21) == [], "one more tensor on it"
+    assert (ledger[3].handles, ledger.resident_bytes, engine.totals.evictions) == (2, 200, {"recompute": 1})
+    ledger.validate()
+    toy.let_go(2, 3)
+    assert (ledger.resident_bytes, ledger.unevicted_bytes) == (100, 200)
+    ledger.validate()
+    assert engine.learner.log.saves == [1, 3] and engine.learner.log.orders == [0, 1, 1]
+
+
+def test_what_it_is_made_from_is_held_where_nothing_else_makes_it() -> None:
+    toy = planned(replayable=False)
+    assert toy.engine.drop(1, 3, 7, 20) == [2]
+    assert toy.engine.ledger[2].held
+    toy.engine.ledger.validate()
+
+
+@pytest.mark.parametrize(
+    ("order", "limit", "gone"), [(0, 1000, False), (2, 1000, False), (1, 199, False), (1, 1000, True)]
+)
+def test_else_it_is_saved_the_whole_way(order: int, limit: int, gone: bool) -> None:
+    """Another save than the planned one; no room for it; what it is made from has gone for good."""
+    toy = planned(limit, replayable=not gone)
+    if gone:
+        toy.let_go(2)
+    before = toy.engine.learner.packs
+    assert toy.engine.drop(order, 3, 7, 20) is None
+    ledger = toy.engine.ledger
+    assert (ledger[3].handles, ledger[3].saved_at, toy.engine.learner.packs) == (0, -1, before)
+    ledger.validate()
 
 
 # -- in a training ----------------------------------------------------------------------------------------------------
@@ -488,6 +543,8 @@ def test_what_replays_read_is_held_as_long_as_it_is_needed(net_class, monkeypatc
             told = unsaved_kept(engine, kept, now_ns)
             deaths.append(kept)
             engine.ledger.validate()
+            lives = kept.record in engine.ledger and engine.ledger[kept.record].handles > 0
+            assert not kept.recorded or (kept.record in engine.keeping.recorded) is lives
             return told
 
         monkeypatch.setattr(Engine, "drop", noted_drop)
@@ -500,9 +557,25 @@ def test_what_replays_read_is_held_as_long_as_it_is_needed(net_class, monkeypatc
         gone = {order for order, anchors in dropped if anchors is not None}
         assert gone and gone <= routine.dropped
         assert engine.totals.evictions["recompute"] - before["recompute"] == len({order for order, _ in dropped})
+        anchors = {anchor for _, found in dropped for anchor in found or ()}
+        assert all(core.slots[anchor].storage is not None for anchor in anchors)
         loss.backward()
         assert any(kept.recorded for kept in deaths) and counted(core) == 0
         assert engine.routine is not None and not engine.keeping.recorded
+    assert_same(gradients(net), expected)
+
+
+def test_what_cannot_be_made_again_is_not_dropped_at_its_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, net = plain(), fresh()
+    with steady(net) as core, monkeypatch.context() as patched:
+        whole = full_ways(patched)
+        patched.setattr(Ledger, "_roots", lambda *_, **__: None)
+        loss = loss_of(net)
+        assert core.engine.routine is not None
+        dropped = {core.engine._recall.by_order[order] for order in core.engine.routine.dropped}
+        assert dropped <= set(whole)
+        assert all(core.engine.ledger[record].held for record in dropped)
+        loss.backward()
     assert_same(gradients(net), expected)
 
 
@@ -531,7 +604,7 @@ def test_one_that_is_dying_gets_no_record(monkeypatch: pytest.MonkeyPatch) -> No
         kept_died = Core.kept_died
 
         def told(core: Core, kept: Kept, soon: bool = False) -> None:
-            if not died:
+            if kept.recorded and not died:
                 died.append(kept)
                 with core.entered():
                     core.engine.keeping.end()
