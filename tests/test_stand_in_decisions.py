@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from builders import a_chain, a_ledger
@@ -119,9 +120,9 @@ def test_what_is_not_stood_in_for(spoil, text):
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------
-def a_relu(limit: int, *actions: str, encoding: Encoding = BITS, replayable: bool = True) -> Toy:
+def a_relu(limit: int, *actions: str, encoding: Encoding = BITS, replayable: bool = True, **sections: Any) -> Toy:
     """Record 1 of 80 bytes, made of a parameter, was saved by its maker."""
-    toy = Toy(limit, ["keep", "encode", *actions])
+    toy = Toy(limit, ["keep", "encode", *actions], **sections)
     toy.source(0, 8, Kind.PARAMETER)
     toy.op(1, 80, [0], cost_ns=1000, replayable=replayable)
     toy.save(1, 10, encoding)
@@ -287,7 +288,7 @@ def test_a_stand_in_is_no_old_version():
 def test_replays_of_others_cost_more():
     """By the 1000 ns of its maker, as long as only bits are left of it, or are to be made."""
     for unfit, more_ns in ((set(), 1000), ({1}, 0)):
-        toy = a_relu(400, "recompute")
+        toy = a_relu(400, "recompute", filter={"cost": "classes"})
         toy.unfit = unfit
         toy.op(2, 80, [1], cost_ns=10)
         costs = toy.engine._room.candidates._costs
