@@ -47,9 +47,14 @@ class Keeping:
         self.give_records: Callable[[], None] = _nobody
         """The runtime's: calls `list_all`, and `list_tensor` for each saved tensor that lives."""
 
+    @property
+    def any(self) -> bool:
+        """Whether `end` has anything to do."""
+        return bool(self.storages or self.recorded)
+
     def end(self) -> None:
         """From here on more than bytes may be asked for."""
-        if self.storages or self.recorded:
+        if self.any:
             self.give_records()
 
     def again(self, kept: Kept, signature: int) -> None:

@@ -427,8 +427,8 @@ class Core:
         """
         self.device.meet()
         self.gauge.look()
-        self.attached.look()
-        self.engine.still_used(self.attached.records)
+        if not self.engine.keeping.any:  # else it is looked up when somebody asks what may go
+            self.find_used()
         now_ns = time.perf_counter_ns()
         self._host_step_ns = now_ns - self._step_began_ns
         needs = self.engine.need(handle, now_ns, torch._C._current_graph_task_id() != -1)
@@ -447,6 +447,11 @@ class Core:
             self.run(self.engine.served(handle))
             self.attached.given_out(record)
             self.go_on()
+
+    def find_used(self) -> None:
+        """Tell the engine which saved storages the program, or backward, uses still."""
+        self.attached.look()
+        self.engine.still_used(self.attached.records)
 
     def fetch_small(self, handle: int) -> torch.UntypedStorage:
         """The storage of a handle that stays."""

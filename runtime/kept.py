@@ -142,6 +142,8 @@ class KeptTensors:
             if packed is not None and packed.kept is not None:
                 with within_op():
                     self._take(packed, packed.kept)
+        if self._core.engine.step_ends.needed:
+            self._core.find_used()
 
     def _take(self, packed: KeptTensor, kept: Kept) -> None:
         core, tensor = self._core, packed.tensor

@@ -596,6 +596,36 @@ def test_those_with_a_record_are_looked_after_too_then() -> None:
     assert_same(gradients(net), expected)
 
 
+def test_what_backward_uses_is_looked_up_when_somebody_asks_what_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, net = plain(), fresh()
+    found: list[Any] = []
+    find_used = Core.find_used
+
+    def noted(core: Core) -> None:
+        find_used(core)
+        assert core.engine._room.candidates._used == set(core.attached.records)
+        found.append(torch._C._current_graph_task_id())
+
+    with steady(net) as core:
+        monkeypatch.setattr(Core, "find_used", noted)
+
+        def rescue(_: Tensor) -> None:
+            found.append("rescue")
+            core.rescue()
+            found.append("rescued")
+
+        def between(index: int, x: Tensor) -> Tensor:
+            if index == 4:
+                x.register_hook(rescue)
+            return x
+
+        loss_of(net, between).backward()
+        began, ended = found.index("rescue"), found.index("rescued")
+        assert began <= 1, "at the need of what began the step, which is before any of these is kept"
+        assert ended - began > 1 and -1 not in found
+    assert_same(gradients(net), expected)
+
+
 def test_one_that_is_dying_gets_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weak references find it until its death has been told of, and that may bring about that records are given."""
     expected, net = plain(), fresh()
