@@ -30,6 +30,7 @@ class Descent:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._stack: list[OpInfo] = []
+        self._entered: set[int] = set()  # the ops on it
         self._pending: set[int] = set()
         self._readers: dict[int, int] = {}  # pending ops that read each record
         self._record = -1
@@ -58,6 +59,7 @@ class Descent:
     def ran(self) -> None:
         """The op that `next` gave has run; its inputs are not pinned for it any more."""
         op = self._stack.pop()
+        self._entered.discard(op.id)
         self._pending.discard(op.id)
         self._unpin(op)
         for source in op.inputs:
@@ -88,6 +90,7 @@ class Descent:
         """The walk is over. Returns the records that were still wanted: nothing is pinned or wanted any more."""
         while self._stack:
             self._unpin(self._stack.pop())
+        self._entered.clear()
         wanted = [record for record in self._readers if self.wants(record)]
         if self._holds:
             for record in wanted:
@@ -116,10 +119,11 @@ class Descent:
                 self._readers[source] = self._readers.get(source, 0) + 1
 
     def _enter(self, op: OpInfo, now_ns: int) -> None:
-        if op in self._stack:
+        if op.id in self._entered:
             raise LedgerError(f"op {op.id} ({op.name}) needs its own result")
         self._expect(op)
         self._stack.append(op)
+        self._entered.add(op.id)
         for source in op.inputs:
             self._ledger.pin(source, now_ns)
 

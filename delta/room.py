@@ -191,8 +191,9 @@ class Room:
         needed_bytes = self._ledger.resident_bytes + nbytes + coming_bytes
         if self._encoded_bytes:
             needed_bytes += self._spare_bytes
-        limit = self.limit_bytes
-        if self._headroom is not None and limit is not None:
+        if self._headroom is None:
+            limit = self._limit(None)
+        elif (limit := self.limit_bytes) is not None:
             limit = min(limit, self._limit(self._headroom.at_next_save_bytes) or 0)
         return limit is None or needed_bytes <= limit
 

@@ -298,7 +298,8 @@ class Core:
         self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))
         if untimed is not None:
             self._untimed.append((op.id, untimed))
-        self.gauge.look_closely()
+        if self.gauge.closely:
+            self.gauge.look()
 
     def _time_ops(self, wait: bool) -> None:
         """Tell the engine the times the device has by now; with `wait`, all that are missing."""

@@ -15,7 +15,7 @@ class Gauge:
         self._engine, self._device = engine, device
         self.peak_bytes = 0
         # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
-        self._closely = engine.budget.device_bytes is not None and device.hoards
+        self.closely = engine.budget.device_bytes is not None and device.hoards
 
     def look(self, own: bool = False) -> None:
         """Tell the engine what is in use; `own`: after Delta's own work."""
@@ -35,11 +35,6 @@ class Gauge:
             self._engine.settled(now)
         else:
             self._engine.looked(now, max(now, peak))
-
-    def look_closely(self) -> None:
-        """Where only levels are seen: look, so that a peak shows."""
-        if self._closely:
-            self.look()
 
     def sample_bytes(self) -> int:
         """What is in use now, whatever the budget is on."""

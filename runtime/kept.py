@@ -75,7 +75,8 @@ class KeptTensors:
             if order < 0:
                 return None
             core.device.computes()
-            core.gauge.look_closely()
+            if core.gauge.closely:
+                core.gauge.look()
             routine = engine.learner.routine
             if routine is not None and order in routine.dropped:
                 return self._dropped(order, tensor, key, signature)
@@ -125,7 +126,8 @@ class KeptTensors:
         assert kept is not None
         in_backward = torch._C._current_graph_task_id() != -1
         with core.briefly:
-            core.gauge.look_closely()
+            if core.gauge.closely:
+                core.gauge.look()
             now_ns = time.perf_counter_ns()
             more = self._engine.need_kept(kept, packed.stretch, packed.stays, now_ns, in_backward)
         if more:
