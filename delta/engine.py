@@ -334,12 +334,12 @@ class Engine:
         if kept is not None:
             if kept.order != order:
                 return None
-            self.keeping.saved(kept, stretch, signature, now_ns)
+            self.keeping.again_recorded(kept, stretch, signature)
             return kept
         if not self._comes_first(rec, order):
             return None
         kept = Kept(key, record, rec.nbytes, order, now_ns, recorded=True)
-        self.keeping.saved(kept, stretch, signature, now_ns - self._lost_ns)
+        self.keeping.first_recorded(kept, stretch, signature, now_ns - self._lost_ns)
         self.ledger.use(record, now_ns)
         self._one_more(record)
         return kept

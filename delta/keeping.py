@@ -71,18 +71,19 @@ class Keeping:
         self._learner.came(signature, kept.order)
         self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
 
-    def saved(self, kept: Kept, stretch: int, signature: int, now_ns: int) -> bool:
-        """A tensor is saved on a storage that has a record. True if it is the first one: Delta holds it now."""
-        ledger, first = self._ledger, kept.record not in self.recorded
-        ledger.save(kept.record, kept.order)
-        ledger[kept.record].stretch = stretch
+    def again_recorded(self, kept: Kept, stretch: int, signature: int) -> None:
+        """One more tensor is saved on a kept storage that has a record."""
+        self._ledger.save(kept.record, kept.order)
+        self._ledger.records[kept.record].stretch = stretch
         self._learner.came(signature, kept.order)
-        if first:
-            self.recorded[kept.record] = kept
-            self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
-            if not ledger[kept.record].held:
-                ledger.hold(kept.record)
-        return first
+
+    def first_recorded(self, kept: Kept, stretch: int, signature: int, now_ns: int) -> None:
+        """A storage that has a record is saved for the first time: Delta holds it from here on."""
+        self.recorded[kept.record] = kept
+        self.again_recorded(kept, stretch, signature)
+        self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
+        if not self._ledger.records[kept.record].held:
+            self._ledger.hold(kept.record)
 
     def released(self, kept: Kept) -> None:
         """One of the saved tensors on one without a record died."""

@@ -634,9 +634,7 @@ class Ledger:
     def _account(self, rec: Record, peak: bool = True) -> None:
         """A record has changed, and what it adds to what is resident may have."""
         resident_bytes = rec.encoded_bytes
-        if (
-            rec.alive and (rec.handles or rec.held) and rec.kind is not Kind.PARAMETER
-        ):  # `Record.counted`, without calls
+        if rec.alive and (rec.handles or rec.held) and rec.kind is not Kind.PARAMETER:  # `counted`, without a call
             resident_bytes += rec.nbytes
         added_bytes = resident_bytes - rec.accounted_bytes
         if added_bytes:

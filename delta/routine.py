@@ -26,8 +26,8 @@ Call = tuple[object, int]
 class Way(IntEnum):
     """How the recorder takes a call."""
 
-    PASS = 1
-    RECORD = 2
+    PASS = 0
+    RECORD = 1
 
 
 class Routine:

@@ -72,8 +72,10 @@ class Recorder(TorchDispatchMode):
         if torch.is_grad_enabled():
             if core.engine.step_ends.needed:
                 core.forward_again()
-            routine = learner.routine
-            if routine is None or (routine.way(func) or self._unexpected()) is Way.RECORD:
+            way = learner.routine.way(func) if learner.routine is not None else Way.RECORD
+            if way is None:
+                way = self._unexpected()
+            if way is Way.RECORD:
                 return self._record(func, facts, args, kwargs)
             watched = facts.writes
         else:
