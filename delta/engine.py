@@ -21,6 +21,7 @@ from delta.config import Policy
 from delta.costs import LinkQueue
 from delta.descent import Descent
 from delta.errors import BudgetError
+from delta.expected import Expected
 from delta.families import FamilyLearner
 from delta.headroom import HeadRoom
 from delta.keeping import Keeping, Kept
@@ -118,6 +119,17 @@ class Engine:
         )
         self.transfers = Transfers(self.ledger, self._room, self._recall, self.learner, self._settling, self.totals)
         self.step_ends = StepEnds()
+        self.expected = Expected(
+            self.ledger,
+            self.learner,
+            self.keeping,
+            self._room,
+            self._recall,
+            self.step_ends,
+            self._headroom,
+            policy.filter.min_bytes,
+            self._net_ns,
+        )
         self._largest_bytes = 0
         self._lost_ns = 0
         self._position = 0  # needs of this step that plans have been followed for
@@ -185,6 +197,9 @@ class Engine:
     def lost(self, ns: int) -> None:
         """Compute stood still this long for Delta's sake: taken out of the step's net times."""
         self._lost_ns += ns
+
+    def _net_ns(self, now_ns: int) -> int:
+        return now_ns - self._lost_ns
 
     # -- what the device has in use, under a budget on it -----------------------------------------------------------
     def looked(self, now_bytes: int, peak_bytes: int) -> None:
@@ -266,7 +281,7 @@ class Engine:
             self.ledger.restart_peaks()
             self.learner.begin(self._recording)
             self.learner.standing_bytes = self.ledger.resident_bytes if self.ledger.left_over else 0
-        self.learner.packed(signature, now_ns - self._lost_ns, look)
+        self.learner.packed(signature, self._net_ns(now_ns), look)
         if begins and self.learner.plan is not None:
             self.totals.planned(self.planning.made > plans_before, self._clock() - began_ns)
         first = rec.saved_at < 0
@@ -278,7 +293,7 @@ class Engine:
             return self._saved_again(rec, alone) + self._room.make(0, now_ns)
         if not self.learner.given_up:
             self._recall.by_order.append(record)
-        self.learner.saved(record, rec.nbytes, rec.kind, now_ns - self._lost_ns)
+        self.learner.saved(record, rec.nbytes, rec.kind, self._net_ns(now_ns))
         if self._headroom is not None:
             self._headroom.saved()
         if rec.encoding is not None:
@@ -308,95 +323,6 @@ class Engine:
             rec.encoding = None
             self.learner.not_encodable(rec.id)
         return out
-
-    def keep(
-        self, order: int, key: int, signature: int, nbytes: int, new_id: Callable[[], int], now_ns: int
-    ) -> Kept | None:
-        """Autograd saves a tensor on a storage that has no record, known by `key`. `order`: of `Learner.expects`. None
-        if more has to be done than to count its bytes, or room be made: then that is what `saved` is for."""
-        kept = self.keeping.storages.get(key)
-        if kept is not None:
-            if kept.order != order:
-                return None
-            self.keeping.again(kept, signature)
-            return kept
-        plan = self.learner.plan
-        if plan is None or order != len(self._recall.by_order) or not self._room.has_for(plan, order, nbytes):
-            return None
-        kept = Kept(key, new_id(), nbytes, order, now_ns)
-        self.keeping.first(kept, signature, now_ns - self._lost_ns)
-        self._one_more(kept.record)
-        return kept
-
-    def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
-        """The same of a tensor on a storage that has a record: Delta holds it from here on."""
-        rec, kept, stretch = self.ledger.records[record], self.keeping.recorded.get(record), self.step_ends.stretch
-        if kept is not None:
-            if kept.order != order:
-                return None
-            self.keeping.again_recorded(kept, stretch, signature)
-            return kept
-        if not self._comes_first(rec, order):
-            return None
-        kept = Kept(key, record, rec.nbytes, order, now_ns, recorded=True)
-        self.keeping.first_recorded(kept, stretch, signature, now_ns - self._lost_ns)
-        self.ledger.use(record, now_ns)
-        self._one_more(record)
-        return kept
-
-    def drop(self, order: int, record: int, signature: int, now_ns: int) -> list[int] | None:
-        """Autograd saves a tensor on a storage that the plan drops at once, known as in `keep`: it has gone, for its
-        recipe. The records that Delta has to hold for that. None if that is for `saved` to see to."""
-        rec, ledger = self.ledger.records[record], self.ledger
-        if rec.saved_at == order and rec.handles and not rec.available:  # dropped at its first save
-            ledger.save(record, order)
-            self.learner.came(signature, order)
-            return []
-        if not self._comes_first(rec, order) or rec.held or rec.pins or self.stays(rec.nbytes):
-            return None
-        if (anchors := ledger.anchors(record)) is None:
-            return None
-        self.learner.came(signature, order)
-        self.learner.saved(record, rec.nbytes, Kind.ACTIVATION, now_ns - self._lost_ns)
-        ledger.save(record, order)
-        rec.stretch = self.step_ends.stretch
-        ledger.use(record, now_ns)
-        for anchor in anchors:
-            ledger.hold(anchor)
-        self._room.dropped(rec)
-        self._one_more(record)
-        return anchors
-
-    def _comes_first(self, rec: Record, order: int) -> bool:
-        """Whether the record is saved for the first time, as the plan has it, and there is room."""
-        plan = self.learner.plan
-        fresh = rec.saved_at < 0 and not rec.handles and rec.host is Host.NONE and rec.kind is Kind.ACTIVATION
-        if plan is None or not fresh or order != len(self._recall.by_order):
-            return False
-        return self._room.has_for(plan, order, rec.nbytes)
-
-    def _one_more(self, record: int) -> None:
-        """A record has been saved for the first time."""
-        self._recall.by_order.append(record)
-        if self._headroom is not None:
-            self._headroom.saved()
-
-    def need_kept(self, kept: Kept, stretch: int, stays: bool, now_ns: int, in_backward: bool) -> bool:
-        """Somebody asks for a kept storage, which was saved in that stretch. Whether `pressure` or `prefetch` has
-        something to do."""
-        if in_backward:
-            self.step_ends.need(stretch)
-        if stays:
-            self.learner.asked()
-            return False
-        self.learner.needed(kept.order, now_ns - self._lost_ns)
-        if self._headroom is not None:
-            self._headroom.needed()
-            limit = self.limit_bytes
-            if limit is not None and self.ledger.resident_bytes > limit:
-                return True
-        plan, here = self.learner.plan, self.learner.position - 1
-        return self._recall.waiting or (plan is not None and (here in plan.prefetch or here in plan.evictions))
 
     def unsaved_kept(self, kept: Kept, now_ns: int) -> list[Instruction]:
         """A saved tensor on a kept storage died."""
@@ -493,7 +419,7 @@ class Engine:
         if rec.kind is Kind.PARAMETER:
             return []
         if self.learner.in_step and rec.saved_at >= 0:
-            self.learner.needed(rec.saved_at, now_ns - self._lost_ns)
+            self.learner.needed(rec.saved_at, self._net_ns(now_ns))
         if self._headroom is None:
             return self._recall.bring(rec, now_ns)
         self._headroom.needed()
@@ -538,7 +464,7 @@ class Engine:
         """
         here = self._learned_positions()
         if self._announced:
-            self.learner.turn_ended(now_ns - self._lost_ns)
+            self.learner.turn_ended(self._net_ns(now_ns))
             if (plan := self.learner.plan) is not None and plan.rehearsed:
                 gone = self._room.following.after_turn(now_ns)
                 going_bytes = sum(self.ledger.records[each.record].nbytes for each in gone if isinstance(each, Drop))
@@ -613,7 +539,7 @@ class Engine:
             limit = partial(self.budget.limit_bytes, beside_bytes=0)
         if whole:
             self.learner.end(
-                now_ns - self._lost_ns,
+                self._net_ns(now_ns),
                 peak_bytes,
                 summary.unevicted_peak_bytes,
                 limit,

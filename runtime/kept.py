@@ -97,9 +97,9 @@ class KeptTensors:
         if record is None:
             routine = engine.learner.routine
             if routine is None or order not in routine.read:
-                return engine.keep(order, key, signature, nbytes, core.next_id, now_ns)
+                return engine.expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
             record = core.create(tensor, Kind.ACTIVATION)
-        kept = engine.keep_record(order, record, key, signature, now_ns)
+        kept = engine.expected.keep_record(order, record, key, signature, now_ns)
         if kept is not None:
             core.slots[record].storage = storage
         return kept
@@ -109,7 +109,7 @@ class KeptTensors:
         record = core.record_at(key)
         if record is None:
             return None
-        anchors = core.engine.drop(order, record, signature, time.perf_counter_ns())
+        anchors = core.engine.expected.drop(order, record, signature, time.perf_counter_ns())
         if anchors is None:
             return None
         for anchor in anchors:
@@ -129,7 +129,7 @@ class KeptTensors:
             if core.gauge.closely:
                 core.gauge.look()
             now_ns = time.perf_counter_ns()
-            more = self._engine.need_kept(kept, packed.stretch, packed.stays, now_ns, in_backward)
+            more = self._engine.expected.need(kept, packed.stretch, packed.stays, now_ns, in_backward)
         if more:
             with core.entered():
                 core.run(self._engine.pressure(now_ns))

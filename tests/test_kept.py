@@ -20,6 +20,7 @@ from toy import Toy
 import delta
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
+from delta.expected import Expected
 from delta.keeping import Keeping, Kept
 from delta.learner import Learner, Profile
 from delta.ledger import Ledger, LedgerError
@@ -176,10 +177,10 @@ def planned(limit: int = 1000, **second: Any) -> Toy:
 def test_what_goes_at_its_save_counts_until_the_program_lets_go_of_it() -> None:
     toy = planned()
     engine, ledger = toy.engine, toy.engine.ledger
-    assert engine.drop(1, 3, 7, 20) == []
+    assert engine.expected.drop(1, 3, 7, 20) == []
     assert (ledger[3].saved_at, ledger[3].handles, ledger[3].available) == (1, 1, False)
     assert (ledger.resident_bytes, ledger.unevicted_bytes, engine.totals.evictions) == (200, 200, {"recompute": 1})
-    assert engine.drop(1, 3, 7, 21) == [], "one more tensor on it"
+    assert engine.expected.drop(1, 3, 7, 21) == [], "one more tensor on it"
     assert (ledger[3].handles, ledger.resident_bytes, engine.totals.evictions) == (2, 200, {"recompute": 1})
     ledger.validate()
     toy.let_go(2, 3)
@@ -190,7 +191,7 @@ def test_what_goes_at_its_save_counts_until_the_program_lets_go_of_it() -> None:
 
 def test_what_it_is_made_from_is_held_where_nothing_else_makes_it() -> None:
     toy = planned(replayable=False)
-    assert toy.engine.drop(1, 3, 7, 20) == [2]
+    assert toy.engine.expected.drop(1, 3, 7, 20) == [2]
     assert toy.engine.ledger[2].held
     toy.engine.ledger.validate()
 
@@ -204,7 +205,7 @@ def test_else_it_is_saved_the_whole_way(order: int, limit: int, gone: bool) -> N
     if gone:
         toy.let_go(2)
     before = toy.engine.learner.packs
-    assert toy.engine.drop(order, 3, 7, 20) is None
+    assert toy.engine.expected.drop(order, 3, 7, 20) is None
     ledger = toy.engine.ledger
     assert (ledger[3].handles, ledger[3].saved_at, toy.engine.learner.packs) == (0, -1, before)
     ledger.validate()
@@ -531,10 +532,10 @@ def test_what_replays_read_is_held_as_long_as_it_is_needed(net_class, monkeypatc
     expected = gradients(net)
     with steady(net) as core:
         engine, whole, dropped, deaths = core.engine, full_ways(monkeypatch), [], []
-        drop, unsaved_kept = Engine.drop, Engine.unsaved_kept
+        drop, unsaved_kept = Expected.drop, Engine.unsaved_kept
 
-        def noted_drop(engine: Engine, order: int, record: int, *args: Any) -> list[int] | None:
-            anchors = drop(engine, order, record, *args)
+        def noted_drop(expected: Expected, order: int, record: int, *args: Any) -> list[int] | None:
+            anchors = drop(expected, order, record, *args)
             dropped.append((order, anchors))
             assert anchors is None or not engine.ledger[record].available
             return anchors
@@ -547,7 +548,7 @@ def test_what_replays_read_is_held_as_long_as_it_is_needed(net_class, monkeypatc
             assert not kept.recorded or (kept.record in engine.keeping.recorded) is lives
             return told
 
-        monkeypatch.setattr(Engine, "drop", noted_drop)
+        monkeypatch.setattr(Expected, "drop", noted_drop)
         monkeypatch.setattr(Engine, "unsaved_kept", checked)
         routine, before = engine.routine, dict(engine.totals.evictions)
         assert routine is not None and routine.dropped and routine.read

@@ -1,0 +1,130 @@
+"""Saves that a routine expects, and that need no decision: what the plan keeps, and what it drops at once.
+
+In a step that follows its routine most saves are of these two kinds, and the host's time is what they cost. So nobody
+asks filter or director for them: the plan has. Whatever is not as the plan has it is none of theirs; then the runtime
+gets None, and takes the whole way (`Engine.saved`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from delta.headroom import HeadRoom
+from delta.keeping import Keeping, Kept
+from delta.learner import Learner
+from delta.ledger import Ledger
+from delta.recall import Recall
+from delta.record import Host, Record
+from delta.room import Room
+from delta.step_ends import StepEnds
+from delta.types import Kind
+
+
+class Expected:
+    """`keep`, `keep_record` or `drop` for a save, `need` for what was kept; `Engine.unsaved_kept` at its end."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        learner: Learner,
+        keeping: Keeping,
+        room: Room,
+        recall: Recall,
+        step_ends: StepEnds,
+        headroom: HeadRoom | None,
+        least_bytes: int,
+        net_ns: Callable[[int], int],
+    ) -> None:
+        """`least_bytes`: nothing smaller is ever evicted. `net_ns`: a time less what was lost until then."""
+        self._ledger, self._learner, self._keeping, self._room = ledger, learner, keeping, room
+        self._recall, self._step_ends, self._headroom = recall, step_ends, headroom
+        self._least_bytes, self._net_ns = least_bytes, net_ns
+
+    def keep(
+        self, order: int, key: int, signature: int, nbytes: int, new_id: Callable[[], int], now_ns: int
+    ) -> Kept | None:
+        """Autograd saves a tensor on a storage that has no record, known by `key`. `order`: of `Learner.expects`. None
+        if more has to be done than to count its bytes, or room be made: then that is what `saved` is for."""
+        kept = self._keeping.storages.get(key)
+        if kept is not None:
+            if kept.order != order:
+                return None
+            self._keeping.again(kept, signature)
+            return kept
+        plan = self._learner.plan
+        if plan is None or order != len(self._recall.by_order) or not self._room.has_for(plan, order, nbytes):
+            return None
+        kept = Kept(key, new_id(), nbytes, order, now_ns)
+        self._keeping.first(kept, signature, self._net_ns(now_ns))
+        self._one_more(kept.record)
+        return kept
+
+    def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
+        """The same of a tensor on a storage that has a record: Delta holds it from here on."""
+        rec, kept, stretch = self._ledger.records[record], self._keeping.recorded.get(record), self._step_ends.stretch
+        if kept is not None:
+            if kept.order != order:
+                return None
+            self._keeping.again_recorded(kept, stretch, signature)
+            return kept
+        if not self._comes_first(rec, order):
+            return None
+        kept = Kept(key, record, rec.nbytes, order, now_ns, recorded=True)
+        self._keeping.first_recorded(kept, stretch, signature, self._net_ns(now_ns))
+        self._ledger.use(record, now_ns)
+        self._one_more(record)
+        return kept
+
+    def drop(self, order: int, record: int, signature: int, now_ns: int) -> list[int] | None:
+        """Autograd saves a tensor on a storage that the plan drops at once, known as in `keep`: it has gone, for its
+        recipe. The records that Delta has to hold for that. None if that is for `saved` to see to."""
+        rec, ledger = self._ledger.records[record], self._ledger
+        if rec.saved_at == order and rec.handles and not rec.available:  # dropped at its first save
+            ledger.save(record, order)
+            self._learner.came(signature, order)
+            return []
+        if not self._comes_first(rec, order) or rec.held or rec.pins or rec.nbytes < self._least_bytes:
+            return None
+        if (anchors := ledger.anchors(record)) is None:
+            return None
+        self._learner.came(signature, order)
+        self._learner.saved(record, rec.nbytes, Kind.ACTIVATION, self._net_ns(now_ns))
+        ledger.save(record, order)
+        rec.stretch = self._step_ends.stretch
+        ledger.use(record, now_ns)
+        for anchor in anchors:
+            ledger.hold(anchor)
+        self._room.dropped(rec)
+        self._one_more(record)
+        return anchors
+
+    def _comes_first(self, rec: Record, order: int) -> bool:
+        """Whether the record is saved for the first time, as the plan has it, and there is room."""
+        plan = self._learner.plan
+        fresh = rec.saved_at < 0 and not rec.handles and rec.host is Host.NONE and rec.kind is Kind.ACTIVATION
+        if plan is None or not fresh or order != len(self._recall.by_order):
+            return False
+        return self._room.has_for(plan, order, rec.nbytes)
+
+    def _one_more(self, record: int) -> None:
+        """A record has been saved for the first time."""
+        self._recall.by_order.append(record)
+        if self._headroom is not None:
+            self._headroom.saved()
+
+    def need(self, kept: Kept, stretch: int, stays: bool, now_ns: int, in_backward: bool) -> bool:
+        """Somebody asks for a kept storage, which was saved in that stretch. Whether `pressure` or `prefetch` has
+        something to do."""
+        if in_backward:
+            self._step_ends.need(stretch)
+        if stays:
+            self._learner.asked()
+            return False
+        self._learner.needed(kept.order, self._net_ns(now_ns))
+        if self._headroom is not None:
+            self._headroom.needed()
+            limit = self._room.limit_bytes
+            if limit is not None and self._ledger.resident_bytes > limit:
+                return True
+        plan, here = self._learner.plan, self._learner.position - 1
+        return self._recall.waiting or (plan is not None and (here in plan.prefetch or here in plan.evictions))
