@@ -14,13 +14,14 @@ class Gauge:
     def __init__(self, engine: Engine, device: Device) -> None:
         self._engine, self._device = engine, device
         self.peak_bytes = 0
+        self.on = engine.budget.device_bytes is not None
         # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
-        self.closely = engine.budget.device_bytes is not None and device.hoards
+        self.closely = self.on and device.hoards
 
     def look(self, own: bool = False) -> None:
         """Tell the engine what is in use; `own`: after Delta's own work."""
         budget, device = self._engine.budget, self._device
-        if budget.device_bytes is None:
+        if not self.on:
             return
         now, peak = device.in_use()
         used = device.used_bytes() if device.hoards else now

@@ -75,45 +75,48 @@ class KeptTensors:
             if order < 0:
                 return None
             core.device.computes()
-            if core.gauge.closely:
+            record = core.record_at(key)
+            if core.gauge.closely or (core.gauge.on and record is not None):
                 core.gauge.look()
             routine = engine.learner.routine
-            if routine is not None and order in routine.dropped:
-                return self._dropped(order, tensor, key, signature)
-            kept = self._kept(order, tensor, storage, key, signature, nbytes)
-            if kept is None:
-                return None
-            packed = KeptTensor(core, kept, tensor, engine.step_ends.stretch, engine.stays(nbytes))
-            self._tensors.append(weakref.ref(packed))
+            if routine is None or order not in routine.dropped:
+                return self._kept(order, tensor, storage, record, signature)
+        return self._dropped(order, tensor, storage, record, signature)
+
+    def _kept(
+        self, order: int, tensor: Tensor, storage: torch.UntypedStorage, record: int | None, signature: int
+    ) -> KeptTensor | None:
+        core, engine, key, nbytes = self._core, self._engine, storage._cdata, storage.nbytes()
+        routine, now_ns = engine.learner.routine, time.perf_counter_ns()
+        if record is None and routine is not None and order in routine.read:
+            record = core.create(tensor, Kind.ACTIVATION)
+        if record is None:
+            kept = engine.expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
+        else:
+            kept = engine.expected.keep_record(order, record, key, signature, now_ns)
+        if kept is None:
+            return None
+        if record is not None:
+            core.slots[record].storage = storage
+        packed = KeptTensor(core, kept, tensor, engine.step_ends.stretch, engine.stays(nbytes))
+        self._tensors.append(weakref.ref(packed))
         if core.timeline.active:
             core.emit("saved", record=kept.record, nbytes=nbytes)
         return packed
 
-    def _kept(
-        self, order: int, tensor: Tensor, storage: torch.UntypedStorage, key: int, signature: int, nbytes: int
-    ) -> Kept | None:
-        core, engine, now_ns = self._core, self._engine, time.perf_counter_ns()
-        record = core.record_at(key)
-        if record is None:
-            routine = engine.learner.routine
-            if routine is None or order not in routine.read:
-                return engine.expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
-            record = core.create(tensor, Kind.ACTIVATION)
-        kept = engine.expected.keep_record(order, record, key, signature, now_ns)
-        if kept is not None:
-            core.slots[record].storage = storage
-        return kept
-
-    def _dropped(self, order: int, tensor: Tensor, key: int, signature: int) -> Handle | None:
+    def _dropped(
+        self, order: int, tensor: Tensor, storage: torch.UntypedStorage, record: int | None, signature: int
+    ) -> Handle | None:
         core = self._core
-        record = core.record_at(key)
         if record is None:
             return None
-        anchors = core.engine.expected.drop(order, record, signature, time.perf_counter_ns())
-        if anchors is None:
-            return None
-        for anchor in anchors:
-            core.hold(anchor)
+        with core.entered():  # what it is made from has to live until it is held
+            anchors = core.engine.expected.drop(order, record, signature, time.perf_counter_ns())
+            if anchors is None:
+                return None
+            core.device.release(storage)  # autograd would have kept it, and another stream may rely on that
+            for anchor in anchors:
+                core.hold(anchor)
         if core.timeline.active:
             nbytes = core.engine.ledger[record].nbytes
             core.emit("saved", record=record, nbytes=nbytes)
@@ -126,7 +129,7 @@ class KeptTensors:
         assert kept is not None
         in_backward = torch._C._current_graph_task_id() != -1
         with core.briefly:
-            if core.gauge.closely:
+            if core.gauge.closely or (core.gauge.on and kept.recorded):
                 core.gauge.look()
             now_ns = time.perf_counter_ns()
             more = self._engine.expected.need(kept, packed.stretch, packed.stays, now_ns, in_backward)

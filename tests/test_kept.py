@@ -538,6 +538,7 @@ def test_what_replays_read_is_held_as_long_as_it_is_needed(net_class, monkeypatc
             anchors = drop(expected, order, record, *args)
             dropped.append((order, anchors))
             assert anchors is None or not engine.ledger[record].available
+            assert not gc.isenabled(), "what it is made from has to live until it is held"
             return anchors
 
         def checked(engine: Engine, kept: Kept, now_ns: int) -> Any:
@@ -564,6 +565,24 @@ def test_what_replays_read_is_held_as_long_as_it_is_needed(net_class, monkeypatc
         assert any(kept.recorded for kept in deaths) and counted(core) == 0
         assert engine.routine is not None and not engine.keeping.recorded
     assert_same(gradients(net), expected)
+
+
+def test_what_goes_at_its_save_is_let_go_of_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream may be reading it, as it could if autograd had kept it."""
+    net, drop, gone = fresh(), Expected.drop, set()
+    with steady(net) as core:
+
+        def noted(expected: Expected, order: int, record: int, *args: Any) -> list[int] | None:
+            if (anchors := drop(expected, order, record, *args)) is not None:
+                gone.add(core.slots[record].ref.key)
+            return anchors
+
+        released: set[int] = set()
+        monkeypatch.setattr(Expected, "drop", noted)
+        monkeypatch.setattr(core.device, "release", lambda storage, tensors=0: released.add(storage._cdata))
+        loss = loss_of(net)
+        assert gone and gone <= released
+        loss.backward()
 
 
 def test_what_cannot_be_made_again_is_not_dropped_at_its_save(monkeypatch: pytest.MonkeyPatch) -> None:
