@@ -98,37 +98,20 @@ class Engine:
             self.learner.heed_late = self.planning.heed_late
         self._headroom = HeadRoom(budget, self.ledger, self.learner) if budget.device_bytes is not None else None
         self._by_position = self._headroom if self.planning.by_position else None
-        self.keeping = Keeping(self.ledger, self.learner)
-        self._room = Room(
-            policy,
-            budget,
-            self.ledger,
-            self.queue,
-            self.learner,
-            self.totals,
-            self.keeping,
-            layout,
-            announced,
-            self._by_position,
+        ledger, learner, totals = self.ledger, self.learner, self.totals
+        self.keeping = keeping = Keeping(ledger, learner)
+        self._room = room = Room(
+            policy, budget, ledger, self.queue, learner, totals, keeping, layout, announced, self._by_position
         )
-        self._recall = Recall(policy, self.ledger, self.queue, self.learner, self._room)
-        self._descent = Descent(self.ledger)
-        self._settling = Settling(policy, self.ledger, self._room, self.learner, self._descent)
-        self.replays = Replays(
-            policy, self.ledger, self._room, self._recall, self._descent, self._settling, self.totals
-        )
-        self.transfers = Transfers(self.ledger, self._room, self._recall, self.learner, self._settling, self.totals)
+        self._recall = recall = Recall(policy, ledger, self.queue, learner, room)
+        self._descent = Descent(ledger)
+        self._settling = Settling(policy, ledger, room, learner, self._descent)
+        self.replays = Replays(policy, ledger, room, recall, self._descent, self._settling, totals)
+        self.transfers = Transfers(ledger, room, recall, learner, self._settling, totals)
         self.step_ends = StepEnds()
+        least_bytes = policy.filter.min_bytes
         self.expected = Expected(
-            self.ledger,
-            self.learner,
-            self.keeping,
-            self._room,
-            self._recall,
-            self.step_ends,
-            self._headroom,
-            policy.filter.min_bytes,
-            self._net_ns,
+            ledger, learner, keeping, room, recall, self.step_ends, self._headroom, least_bytes, self._net_ns
         )
         self._largest_bytes = 0
         self._lost_ns = 0

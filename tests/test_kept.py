@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from toy import Toy
 
 import delta
+from delta.budget import Budget
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.expected import Expected
@@ -31,6 +33,7 @@ from delta.runtime.core import Core
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.trace import Recording
 from delta.types import Action, Kind, Mode
+from delta.units import Bytes
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
 pytestmark = [
@@ -209,6 +212,16 @@ def test_else_it_is_saved_the_whole_way(order: int, limit: int, gone: bool) -> N
     ledger = toy.engine.ledger
     assert (ledger[3].handles, ledger[3].saved_at, toy.engine.learner.packs) == (0, -1, before)
     ledger.validate()
+
+
+@pytest.mark.parametrize(("limit", "more"), [(99, True), (100, False)])
+def test_a_need_of_what_is_kept_sees_to_a_device_budget(limit: int, more: bool) -> None:
+    """What else is in use has grown, and what is resident is over the limit by that."""
+    toy = planned()
+    kept = Kept(7, 1, 100, 0, 10, recorded=True)
+    toy.engine.expected._headroom = SimpleNamespace(needed=lambda: None)  # type: ignore[assignment]
+    toy.engine._room._budget = Budget(activations=Bytes(limit))
+    assert toy.engine.expected.need(kept, 0, False, 20, True) is more
 
 
 # -- in a training ----------------------------------------------------------------------------------------------------
@@ -597,6 +610,39 @@ def test_what_cannot_be_made_again_is_not_dropped_at_its_save(monkeypatch: pytes
         assert all(core.engine.ledger[record].held for record in dropped)
         loss.backward()
     assert_same(gradients(net), expected)
+
+
+def test_under_a_device_budget_what_has_a_record_is_saved_and_needed_after_a_look(monkeypatch) -> None:
+    net, looks, pressed = fresh(), [], []
+    pressure = Engine.pressure
+    with steady(net) as core:
+        monkeypatch.setattr(core.gauge, "on", True)
+        monkeypatch.setattr(core.gauge, "look", lambda own=False: looks.append(own))
+        monkeypatch.setattr(Expected, "need", lambda *_: True)
+        monkeypatch.setattr(Engine, "pressure", lambda *args: pressed.append(1) or pressure(*args))
+        whole = full_ways(monkeypatch)
+        loss = loss_of(net)
+        recorded, engine = len(core.engine.keeping.recorded), core.engine
+        assert engine.routine is not None and recorded
+        assert len(looks) >= len(engine.routine.dropped) + len(whole) - 1
+        before, counted_only, fetched, fetch = len(looks), len(engine.keeping.storages), [], Core.fetch
+        monkeypatch.setattr(Core, "fetch", lambda *args: fetched.append(1) or fetch(*args))
+        loss.backward()
+        assert looks[before:].count(False) >= len(fetched) + recorded
+        assert len(pressed) >= recorded + counted_only
+
+
+def test_what_has_died_counts_no_more_at_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, expects, waiting = fresh(), Learner.expects, []
+    with steady(net) as core:
+
+        def noted(learner: Learner, signature: int) -> int:
+            waiting.append(len(core.inbox))
+            return expects(learner, signature)
+
+        monkeypatch.setattr(Learner, "expects", noted)
+        loss_of(net).backward()
+    assert len(waiting) > 10 and not any(waiting)
 
 
 def test_those_with_a_record_are_looked_after_too_then() -> None:
