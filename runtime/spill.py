@@ -1,12 +1,12 @@
 """The spill file: host room on disk for storages that were evicted.
 
 Created at first use and unlinked right after it is opened, so nothing is left behind however the process ends. Read
-and written past the page cache (O_DIRECT) where the file system allows, through page-aligned buffers; elsewhere
-buffered, and the cached pages are dropped again where the system heeds that. A short write is continued, and nothing
-counts as written before all of it is.
+and written past the page cache (O_DIRECT) where the file system allows, straight from and to memory that is in phase
+with its room (`delta.runtime.pieces`); elsewhere buffered, and the cached pages are dropped again where the system
+heeds that. A short write is continued, and nothing counts as written before all of it is.
 
-Failure contract: a `write` that raises has told nobody that the data is there; an extent can be read only after its
-write returned. Every failure is a SwapError (HostFullError when the disk is full) that names the directory, the sizes
+Failure contract: a `write` that raises has told nobody that the data is there; room can be read only after its write
+returned. Every failure is a SwapError (HostFullError when the disk is full) that names the directory, the sizes
 and what to do.
 
 Not covered: which thread does the I/O. Calls from several threads at once are fine.
@@ -20,18 +20,38 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 from delta.errors import HostFullError, SwapError
-from delta.runtime.extents import Extent, ExtentAllocator, round_up
+from delta.runtime import pieces
+from delta.runtime.extents import Extent, ExtentAllocator
+from delta.runtime.pieces import BLOCK_BYTES, Piece
 from delta.runtime.rawmem import AlignedBuffer, copy_bytes
 from delta.units import format_bytes
 
-BLOCK_BYTES = 4096  # what O_DIRECT wants of offsets, lengths and addresses on every file system met so far
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * 2**20  # of what goes through a buffer
 _SPARE_BUFFERS = 2  # one for each direction; a caller that helps out brings a third, which is not kept
 _MAX_STALLS = 16  # writes in a row that moved nothing
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _HINT = "give another directory with host.spill_dir in the policy"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRoom:
+    """Room in the file for content that begins ``phase_bytes`` behind the start of the extent's first block."""
+
+    extent: Extent
+    phase_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the file."""
+        return self.extent.nbytes
+
+    @property
+    def start_bytes(self) -> int:
+        return self.extent.offset_bytes + self.phase_bytes
 
 
 class SpillFile:
@@ -69,80 +89,64 @@ class SpillFile:
             raise self._unusable(error) from error
         return facts.f_bavail * facts.f_frsize
 
-    def reserve(self, nbytes: int) -> Extent:
-        """Room for ``nbytes``. HostFullError when the disk has not that much left; SwapError when the file cannot be
-        made.
+    def reserve(self, nbytes: int, phase_bytes: int = 0) -> FileRoom:
+        """Room for ``nbytes`` that begin ``phase_bytes`` behind the start of a block. HostFullError when the disk has
+        not that much left; SwapError when the file cannot be made.
         """
         with self._lock:
             self._open()
-            growth_bytes = self._extents.growth_bytes(nbytes)
+            growth_bytes = self._extents.growth_bytes(phase_bytes + nbytes)
             if growth_bytes and growth_bytes > self.free_disk_bytes():
                 raise self._full(growth_bytes)
-            extent = self._extents.allocate(nbytes)
+            extent = self._extents.allocate(phase_bytes + nbytes)
             assert extent is not None, "a file without a capacity always has room"
-            return extent
+            return FileRoom(extent, phase_bytes)
 
-    def give_back(self, extent: Extent) -> None:
+    def give_back(self, room: FileRoom) -> None:
         with self._lock:
-            self._extents.free(extent)
+            self._extents.free(room.extent)
 
-    def write(self, extent: Extent, address: int, nbytes: int, skip_bytes: int = 0) -> None:
-        """Write ``nbytes`` of memory into the extent, ``skip_bytes`` (whole blocks) behind its start. SwapError
-        unless all is handed over.
+    def write(self, room: FileRoom, address: int, nbytes: int, skip_bytes: int = 0) -> None:
+        """Write ``nbytes`` of memory into the room, ``skip_bytes`` (whole blocks) behind its start. SwapError unless
+        all is handed over.
         """
         with self._buffer() as (fd, buffer):
-            for start in range(0, nbytes, buffer.nbytes):
-                part = min(buffer.nbytes, nbytes - start)
-                copy_bytes(buffer.address, address + start, part)
-                view = buffer.view[: round_up(part, BLOCK_BYTES)]
-                self._write_all(fd, view, extent.offset_bytes + skip_bytes + start)
+            for piece in self._pieces(buffer, room.start_bytes + skip_bytes, address, nbytes):
+                for copy in piece.copies:
+                    copy_bytes(copy.staged, copy.memory, copy.nbytes)
+                self._move("write", fd, piece)
 
-    def read(self, extent: Extent, address: int, nbytes: int, skip_bytes: int = 0) -> None:
-        """Read ``nbytes`` of the extent, from ``skip_bytes`` (whole blocks) on, into memory, or raise SwapError."""
+    def read(self, room: FileRoom, address: int, nbytes: int, skip_bytes: int = 0) -> None:
+        """Read ``nbytes`` of the room, from ``skip_bytes`` (whole blocks) on, into memory, or raise SwapError."""
         with self._buffer() as (fd, buffer):
-            for start in range(0, nbytes, buffer.nbytes):
-                part = min(buffer.nbytes, nbytes - start)
-                view = buffer.view[: round_up(part, BLOCK_BYTES)]
-                self._read_all(fd, view, extent.offset_bytes + skip_bytes + start)
-                copy_bytes(address + start, buffer.address, part)
+            for piece in self._pieces(buffer, room.start_bytes + skip_bytes, address, nbytes):
+                self._move("read", fd, piece)
+                for copy in piece.copies:
+                    copy_bytes(copy.memory, copy.staged, copy.nbytes)
 
-    def _write_all(self, fd: int, view: memoryview, offset_bytes: int) -> None:
-        """All of ``view`` to the file at the offset, however many calls that takes."""
+    def _pieces(self, buffer: AlignedBuffer, offset_bytes: int, address: int, nbytes: int) -> Iterator[Piece]:
+        if self.direct:
+            return pieces.direct(buffer, offset_bytes, address, nbytes)
+        return pieces.buffered(offset_bytes, address, nbytes)
+
+    def _move(self, verb: Literal["write", "read"], fd: int, piece: Piece) -> None:
+        """All of a piece, however many calls that takes."""
+        call = os.pwritev if verb == "write" else os.preadv
+        nbytes = sum(len(view) for view in piece.views)
         done = stalls = 0
-        while done < len(view):
+        while done < nbytes:
             try:
-                moved = os.pwritev(fd, [view[done:]], offset_bytes + done)
+                moved = call(fd, pieces.rest(piece.views, done), piece.offset_bytes + done)
             except InterruptedError:
                 moved = 0
             except OSError as error:
-                raise self._failed("write", error, len(view)) from error
+                raise self._failed(verb, error, nbytes) from error
             step = self._usable(moved)
             stalls = 0 if step else stalls + 1
             if stalls > _MAX_STALLS:
-                raise SwapError(
-                    f"the spill file in {self.directory!r} takes no more data, and gives no reason; {_HINT}"
-                )
+                raise self._stalled(verb, nbytes)
             done += step
-        self._drop_cached(fd, offset_bytes, len(view))
-
-    def _read_all(self, fd: int, view: memoryview, offset_bytes: int) -> None:
-        """Fill ``view`` from the file at the offset, however many calls that takes."""
-        done = stalls = 0
-        while done < len(view):
-            try:
-                moved = os.preadv(fd, [view[done:]], offset_bytes + done)
-            except InterruptedError:
-                moved = 0
-            except OSError as error:
-                raise self._failed("read", error, len(view)) from error
-            step = self._usable(moved)
-            stalls = 0 if step else stalls + 1
-            if stalls > _MAX_STALLS:
-                raise SwapError(
-                    f"the spill file in {self.directory!r} ended before {format_bytes(len(view))} were read back"
-                )
-            done += step
-        self._drop_cached(fd, offset_bytes, len(view))
+        self._drop_cached(fd, piece.offset_bytes, nbytes)
 
     def close(self) -> None:
         """Give the disk room back, once reads and writes under way have ended. Later use raises SwapError;
@@ -205,6 +209,11 @@ class SpillFile:
         return SwapError(
             f"no spill file can be made in {self.directory!r} ({error.strerror}): make it writable, or {_HINT}"
         )
+
+    def _stalled(self, verb: str, nbytes: int) -> SwapError:
+        if verb == "write":
+            return SwapError(f"the spill file in {self.directory!r} takes no more data, and gives no reason; {_HINT}")
+        return SwapError(f"the spill file in {self.directory!r} ended before {format_bytes(nbytes)} were read back")
 
     def _failed(self, verb: str, error: OSError, nbytes: int) -> SwapError:
         if error.errno in _FULL:

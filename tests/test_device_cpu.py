@@ -14,10 +14,12 @@ import torch
 
 from delta.config import HostConfig
 from delta.errors import HostFullError, PolicyError, SwapError
+from delta.runtime import spill
 from delta.runtime.device import make_device
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.device.worker import Job, Worker
-from delta.runtime.rawmem import as_bytes, heap_bytes, peak_resident_bytes
+from delta.runtime.pieces import BLOCK_BYTES
+from delta.runtime.rawmem import as_bytes, copy_bytes, heap_bytes, peak_resident_bytes
 from delta.units import Share
 
 MIB = 2**20
@@ -67,6 +69,29 @@ def test_threads_start_when_needed_and_end(device: CpuDevice) -> None:
     assert io_threads() == []
     device.wait(device.copy_out(filled(4096, 1)))
     assert io_threads() == []
+
+
+@pytest.mark.parametrize("phase", [0, 64, BLOCK_BYTES - 64])
+def test_a_copy_out_goes_straight_wherever_the_heap_has_put_it(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch, phase: int
+) -> None:
+    roomy = torch.UntypedStorage(MIB + BLOCK_BYTES)
+    as_bytes(roomy).copy_(torch.arange(MIB + BLOCK_BYTES) % 251)
+    start = (phase - roomy.data_ptr()) % BLOCK_BYTES
+    storage = roomy[start : start + MIB]
+    detours: list[int] = []
+
+    def counts(to: int, source: int, nbytes: int) -> None:
+        detours.append(nbytes)
+        copy_bytes(to, source, nbytes)
+
+    monkeypatch.setattr(spill, "copy_bytes", counts)
+    out = device.copy_out(storage)
+    device.wait(out)
+    assert sum(detours) < 2 * BLOCK_BYTES
+    back = device.copy_in(out.block)
+    device.wait(back)
+    assert back.storage is not None and torch.equal(as_bytes(back.storage), as_bytes(storage))
 
 
 def test_a_forgotten_device_ends_its_threads(spill_dir: Path) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from delta.errors import HostFullError, SwapError
-from delta.runtime.extents import Extent
-from delta.runtime.rawmem import AlignedBuffer
-from delta.runtime.spill import BLOCK_BYTES, CHUNK_BYTES, SpillFile
+from delta.runtime import spill
+from delta.runtime.pieces import BLOCK_BYTES, CALL_BYTES
+from delta.runtime.rawmem import AlignedBuffer, copy_bytes
+from delta.runtime.spill import CHUNK_BYTES, FileRoom, SpillFile
+
+MIB = 2**20
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
@@ -29,20 +32,20 @@ def buffer(content: bytes) -> AlignedBuffer:
     return made
 
 
-def write_to(file: SpillFile, extent: Extent, content: bytes, skip_bytes: int = 0) -> None:
+def write_to(file: SpillFile, room: FileRoom, content: bytes, skip_bytes: int = 0) -> None:
     source = buffer(content)  # alive until the write has returned
-    file.write(extent, source.address, len(content), skip_bytes)
+    file.write(room, source.address, len(content), skip_bytes)
 
 
-def write(file: SpillFile, content: bytes) -> Extent:
-    extent = file.reserve(len(content))
-    write_to(file, extent, content)
-    return extent
+def write(file: SpillFile, content: bytes) -> FileRoom:
+    room = file.reserve(len(content))
+    write_to(file, room, content)
+    return room
 
 
-def read(file: SpillFile, extent: Extent, nbytes: int) -> bytes:
+def read(file: SpillFile, room: FileRoom, nbytes: int) -> bytes:
     back = AlignedBuffer(max(nbytes, 1))
-    file.read(extent, back.address, nbytes)
+    file.read(room, back.address, nbytes)
     return bytes(back.view[:nbytes])
 
 
@@ -53,7 +56,12 @@ def in_pieces(real: Callable[..., int], piece_bytes: int) -> Callable[..., int]:
     def short(fd: int, buffers: list[Any], offset: int) -> int:
         if next(calls) % 3 == 2:
             raise InterruptedError
-        return real(fd, [memoryview(buffers[0])[:piece_bytes]], offset)
+        first = []
+        left = piece_bytes
+        for view in buffers:
+            first.append(memoryview(view)[:left])
+            left -= len(first[-1])
+        return real(fd, [view for view in first if view], offset)
 
     return short
 
@@ -83,6 +91,49 @@ def test_memory_that_is_not_aligned(file: SpillFile) -> None:
     source = buffer(content)
     file.write(extent, source.address + 1, 9_999)
     assert read(file, extent, 9_999) == content[1:]
+
+
+PHASES = [0, 64, BLOCK_BYTES - 64]
+
+
+@pytest.mark.parametrize("wrote", PHASES)
+@pytest.mark.parametrize("reads", PHASES)
+@pytest.mark.parametrize("nbytes", [2 * BLOCK_BYTES, CHUNK_BYTES + 100, 2 * CALL_BYTES + 100])
+def test_memory_may_lie_anywhere(file: SpillFile, wrote: int, reads: int, nbytes: int) -> None:
+    content = os.urandom(nbytes)
+    before, room, after = write(file, b"b" * 5000), file.reserve(nbytes, wrote), write(file, b"a" * 5000)
+    source, back = buffer(b"." * wrote + content), AlignedBuffer(reads + nbytes + 100)
+    file.write(room, source.address + wrote, nbytes)
+    file.read(room, back.address + reads, nbytes)
+    assert bytes(back.view) == bytes(reads) + content + bytes(100)
+    assert (read(file, before, 5000), read(file, after, 5000)) == (b"b" * 5000, b"a" * 5000)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_is_in_phase_with_its_room_makes_no_detour(
+    file: SpillFile, monkeypatch: pytest.MonkeyPatch, phase: int
+) -> None:
+    copied: list[int] = []
+
+    def counts(to: int, source: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        copy_bytes(to, source, nbytes)
+
+    monkeypatch.setattr(spill, "copy_bytes", counts)
+    memory = AlignedBuffer(MIB + 2 * BLOCK_BYTES)
+    room = file.reserve(MIB, phase)
+    file.write(room, memory.address + phase, MIB)
+    file.read(room, memory.address + phase, MIB)
+    assert sum(copied) == (2 * BLOCK_BYTES if file.direct and phase else 0)
+    file.read(room, memory.address + phase + 64, MIB)
+    assert sum(copied) >= (MIB if file.direct else 0)
+
+
+def test_room_has_its_phase_on_top(file: SpillFile) -> None:
+    room = file.reserve(BLOCK_BYTES, 64)
+    assert room.nbytes == file.used_bytes == 2 * BLOCK_BYTES
+    file.give_back(room)
+    assert file.used_bytes == 0
 
 
 def test_room_is_used_again(file: SpillFile) -> None:
@@ -142,8 +193,8 @@ def test_a_short_write_that_ends_inside_a_block_starts_again_at_the_block(
     asked: list[tuple[int, int]] = []
 
     def odd(fd: int, buffers: list[Any], offset: int) -> int:
-        asked.append((offset, len(buffers[0])))
-        return 5000 if len(asked) == 1 else len(buffers[0])
+        asked.append((offset, sum(map(len, buffers))))
+        return 5000 if len(asked) == 1 else asked[-1][1]
 
     file = SpillFile(str(spill_dir))
     file.reserve(1)
@@ -176,13 +227,14 @@ def test_a_failed_write_says_why_and_what_to_do(
     with pytest.raises(SwapError, match=r"host\.spill_dir") as caught:
         write_to(file, extent, b"x" * 5000)
     assert type(caught.value) is error
-    assert file.directory in str(caught.value) and "8 KiB" in str(caught.value)
+    assert file.directory in str(caught.value)
+    assert ("8 KiB" if file.direct else "4.88 KiB") in str(caught.value)
 
 
 def test_a_failed_read_says_so(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
     extent = write(file, b"x")
     monkeypatch.setattr(os, "preadv", raising(errno.EIO))
-    with pytest.raises(SwapError, match="cannot read 4 KiB"):
+    with pytest.raises(SwapError, match=f"cannot read {'4 KiB' if file.direct else '1 B'}"):
         read(file, extent, 1)
 
 

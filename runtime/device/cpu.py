@@ -17,7 +17,7 @@ from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, 
 from delta.runtime.device.contention import share_taken
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Listeners, Rates, WallClock, limit_bytes
-from delta.runtime.extents import Extent
+from delta.runtime.pieces import BLOCK_BYTES
 from delta.runtime.rawmem import (
     AlignedBuffer,
     ResidentMeter,
@@ -27,10 +27,12 @@ from delta.runtime.rawmem import (
     sole_owner,
     trim_heap,
 )
-from delta.runtime.spill import SpillFile
+from delta.runtime.spill import FileRoom, SpillFile
 
 _PROBE_BYTES = 4 * 2**20
+_OUT_OF_PHASE_BYTES = 64
 _PROBE_ROUNDS = 4
+_MIN_STRAIGHT_BYTES = 2**20  # its room is a block more; what is smaller takes mostly the time to ask for it
 _PROBE_NS = 60_000_000  # per direction; a round that is under way is finished
 _interference: dict[tuple[int, int], float] = {}  # by file system and threads: measured once in a process
 _MIN_DROP_BYTES = 256 * 1024  # smaller storages are reused by the allocator sooner than their pages are missed
@@ -196,16 +198,19 @@ class CpuDevice:
 
     @contextmanager
     def _copies(self) -> Iterator[dict[Direction, Callable[[], None]]]:
-        """Moves a few megabytes each way, past the host limit: the room is given back before anyone can miss it."""
-        buffer = AlignedBuffer(_PROBE_BYTES)
-        extent = self._spill.reserve(_PROBE_BYTES)
+        """Moves a few megabytes each way, past the host limit: the room is given back before anyone can miss it. The
+        heap seldom gives an address that is in phase with the room: what is read makes a detour, as it mostly does.
+        """
+        buffer = AlignedBuffer(_OUT_OF_PHASE_BYTES + _PROBE_BYTES)
+        buffer.view[:] = bytes(buffer.nbytes)  # what was never written is one page of zeros, which a cache holds
+        room = self._spill.reserve(_PROBE_BYTES)
         try:
             yield {
-                "out": lambda: self._spill.write(extent, buffer.address, buffer.nbytes),
-                "in": lambda: self._spill.read(extent, buffer.address, buffer.nbytes),
+                "out": lambda: self._spill.write(room, buffer.address, _PROBE_BYTES),
+                "in": lambda: self._spill.read(room, buffer.address + _OUT_OF_PHASE_BYTES, _PROBE_BYTES),
             }
         finally:
-            self._spill.give_back(extent)
+            self._spill.give_back(room)
 
     def _time(self, direction: Direction, copy: Callable[[], None]) -> None:
         end_ns = time.perf_counter_ns() + _PROBE_NS
@@ -227,11 +232,15 @@ class _HeapMover:
     def order(self, direction: Direction) -> None:
         """Work on the CPU is done when its call returns."""
 
-    def write(self, storage: torch.UntypedStorage, extent: Extent) -> None:
-        self._spill.write(extent, storage.data_ptr(), storage.nbytes())
+    def phase_bytes(self, storage: torch.UntypedStorage) -> int:
+        """The storage's own: what is written goes straight. What is read does where the heap gives the same again."""
+        return storage.data_ptr() % BLOCK_BYTES if storage.nbytes() >= _MIN_STRAIGHT_BYTES else 0
 
-    def read(self, extent: Extent, storage: torch.UntypedStorage) -> None:
-        self._spill.read(extent, storage.data_ptr(), storage.nbytes())
+    def write(self, storage: torch.UntypedStorage, room: FileRoom) -> None:
+        self._spill.write(room, storage.data_ptr(), storage.nbytes())
+
+    def read(self, room: FileRoom, storage: torch.UntypedStorage) -> None:
+        self._spill.read(room, storage.data_ptr(), storage.nbytes())
 
 
 def _own(ticket: Ticket) -> FileTicket:

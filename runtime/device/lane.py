@@ -17,8 +17,9 @@ from delta.errors import SwapError
 from delta.runtime.device.base import Direction, HostBlock, Ticket
 from delta.runtime.device.parts import BlockBook, Listeners, Rates, host_full
 from delta.runtime.device.worker import Job, Worker
-from delta.runtime.extents import Extent, round_up
-from delta.runtime.spill import BLOCK_BYTES, SpillFile
+from delta.runtime.extents import round_up
+from delta.runtime.pieces import BLOCK_BYTES
+from delta.runtime.spill import FileRoom, SpillFile
 
 
 class Mover(Protocol):
@@ -30,9 +31,13 @@ class Mover(Protocol):
         """In the thread that asks for the copy: the copy comes after the work enqueued so far."""
         ...
 
-    def write(self, storage: torch.UntypedStorage, extent: Extent) -> None: ...
+    def phase_bytes(self, storage: torch.UntypedStorage) -> int:
+        """How far behind the start of a block the storage's content had best begin in the file."""
+        ...
 
-    def read(self, extent: Extent, storage: torch.UntypedStorage) -> None: ...
+    def write(self, storage: torch.UntypedStorage, room: FileRoom) -> None: ...
+
+    def read(self, room: FileRoom, storage: torch.UntypedStorage) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +83,7 @@ class FileLane:
 
     def copy_out(self, storage: torch.UntypedStorage) -> FileTicket:
         nbytes = storage.nbytes()
-        block = HostBlock(nbytes, "file", self._reserve(nbytes))
+        block = HostBlock(nbytes, "file", self._reserve(nbytes, self._mover.phase_bytes(storage)))
         ticket = FileTicket(nbytes, "out", block, storage, time.perf_counter_ns())
         block.writer = ticket
         return self._begin(ticket, self._run_out)
@@ -93,13 +98,13 @@ class FileLane:
         for worker in self._workers.values():
             worker.stop()
 
-    def _reserve(self, nbytes: int) -> Extent:
-        wanted_bytes = round_up(max(nbytes, 1), BLOCK_BYTES)
+    def _reserve(self, nbytes: int, phase_bytes: int) -> FileRoom:
+        wanted_bytes = round_up(max(phase_bytes + nbytes, 1), BLOCK_BYTES)
         with self._reserving:
             used_bytes = self.spill.used_bytes
             if self._limit_bytes is not None and used_bytes + wanted_bytes > self._limit_bytes:
                 raise host_full(wanted_bytes, used_bytes, self._limit_bytes, "of the spill file")
-            return self.spill.reserve(nbytes)
+            return self.spill.reserve(nbytes, phase_bytes)
 
     def _begin(self, ticket: FileTicket, body: Callable[[FileTicket], None]) -> FileTicket:
         self._book.begin(ticket.block)

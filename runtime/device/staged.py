@@ -12,10 +12,9 @@ import torch
 from delta.runtime.device.accelerator import Accelerator, Stream
 from delta.runtime.device.base import Direction
 from delta.runtime.device.streams import ComputeStreams
-from delta.runtime.extents import Extent
 from delta.runtime.host import PinnedPool
 from delta.runtime.rawmem import as_bytes
-from delta.runtime.spill import CHUNK_BYTES, SpillFile
+from delta.runtime.spill import CHUNK_BYTES, FileRoom, SpillFile
 
 
 class StagedMover:
@@ -36,20 +35,24 @@ class StagedMover:
     def order(self, direction: Direction) -> None:
         self._computing.lead(self._streams[direction])
 
-    def write(self, storage: torch.UntypedStorage, extent: Extent) -> None:
+    def phase_bytes(self, storage: torch.UntypedStorage) -> int:
+        """What the file is given lies in the pinned buffers, which begin at a page."""
+        return 0
+
+    def write(self, storage: torch.UntypedStorage, room: FileRoom) -> None:
         data = as_bytes(storage)
 
         def move(chunk: torch.Tensor, start: int) -> None:
             self._copy(chunk, data[start : start + chunk.numel()], "out")
-            self._spill.write(extent, chunk.data_ptr(), chunk.numel(), start)
+            self._spill.write(room, chunk.data_ptr(), chunk.numel(), start)
 
         self._each_chunk("out", data.numel(), move)
 
-    def read(self, extent: Extent, storage: torch.UntypedStorage) -> None:
+    def read(self, room: FileRoom, storage: torch.UntypedStorage) -> None:
         data = as_bytes(storage)
 
         def move(chunk: torch.Tensor, start: int) -> None:
-            self._spill.read(extent, chunk.data_ptr(), chunk.numel(), start)
+            self._spill.read(room, chunk.data_ptr(), chunk.numel(), start)
             self._copy(data[start : start + chunk.numel()], chunk, "in")
 
         self._each_chunk("in", data.numel(), move)
