@@ -20,6 +20,7 @@ from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.device.worker import Job, Worker
 from delta.runtime.pieces import BLOCK_BYTES
 from delta.runtime.rawmem import as_bytes, copy_bytes, heap_bytes, peak_resident_bytes
+from delta.runtime.spill import CHUNK_BYTES
 from delta.units import Share
 
 MIB = 2**20
@@ -300,7 +301,7 @@ def test_what_is_being_read_back_is_in_use(device: CpuDevice, monkeypatch: pytes
     assert 30 * MIB < device.in_use()[0] - before < 34 * MIB
     back.storage = None
     device.trim()
-    assert device.in_use()[0] - before < 2 * MIB
+    assert device.in_use()[0] - before < CHUNK_BYTES + 2 * MIB  # the buffer of a read that makes a detour stays
 
 
 def test_a_peak_over_the_budget_counts_whatever_the_heap_keeps(device: CpuDevice) -> None:
