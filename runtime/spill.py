@@ -1,9 +1,9 @@
 """The spill file: host room on disk for storages that were evicted.
 
 Created at first use and unlinked right after it is opened, so nothing is left behind however the process ends. Read
-and written past the page cache (O_DIRECT) where the file system allows, straight from and to memory that is in phase
-with its room (`delta.runtime.pieces`); elsewhere buffered, and the cached pages are dropped again where the system
-heeds that. A short write is continued, and nothing counts as written before all of it is.
+and written past the page cache (O_DIRECT) where the file system allows, straight from memory that is in phase with its
+room, and to it if not told otherwise (`delta.runtime.pieces`); elsewhere buffered, and the cached pages are dropped
+again where the system heeds that. A short write is continued, and nothing counts as written before all of it is.
 
 Failure contract: a `write` that raises has told nobody that the data is there; room can be read only after its write
 returned. Every failure is a SwapError (HostFullError when the disk is full) that names the directory, the sizes
@@ -43,11 +43,6 @@ class FileRoom:
 
     extent: Extent
     phase_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes of the file."""
-        return self.extent.nbytes
 
     @property
     def start_bytes(self) -> int:
@@ -116,17 +111,22 @@ class SpillFile:
                     copy_bytes(copy.staged, copy.memory, copy.nbytes)
                 self._move("write", fd, piece)
 
-    def read(self, room: FileRoom, address: int, nbytes: int, skip_bytes: int = 0) -> None:
-        """Read ``nbytes`` of the room, from ``skip_bytes`` (whole blocks) on, into memory, or raise SwapError."""
+    def read(self, room: FileRoom, address: int, nbytes: int, skip_bytes: int = 0, *, detour: bool = False) -> None:
+        """Read ``nbytes`` of the room, from ``skip_bytes`` (whole blocks) on, into memory, or raise SwapError.
+
+        ``detour``: by way of a buffer of huge pages, which is quicker where the memory has small ones.
+        """
         with self._buffer() as (fd, buffer):
-            for piece in self._pieces(buffer, room.start_bytes + skip_bytes, address, nbytes):
+            for piece in self._pieces(buffer, room.start_bytes + skip_bytes, address, nbytes, detour):
                 self._move("read", fd, piece)
                 for copy in piece.copies:
                     copy_bytes(copy.memory, copy.staged, copy.nbytes)
 
-    def _pieces(self, buffer: AlignedBuffer, offset_bytes: int, address: int, nbytes: int) -> Iterator[Piece]:
+    def _pieces(
+        self, buffer: AlignedBuffer, offset_bytes: int, address: int, nbytes: int, detour: bool = False
+    ) -> Iterator[Piece]:
         if self.direct:
-            return pieces.direct(buffer, offset_bytes, address, nbytes)
+            return pieces.direct(buffer, offset_bytes, address, nbytes, detour)
         return pieces.buffered(offset_bytes, address, nbytes)
 
     def _move(self, verb: Literal["write", "read"], fd: int, piece: Piece) -> None:

@@ -60,6 +60,22 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def spill_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each copy to or from a spill file's buffer, from here on."""
+    from delta.runtime import spill
+    from delta.runtime.rawmem import copy_bytes
+
+    copied: list[int] = []
+
+    def counted(to: int, source: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        copy_bytes(to, source, nbytes)
+
+    monkeypatch.setattr(spill, "copy_bytes", counted)
+    return copied
+
+
+@pytest.fixture
 def spill_dir(tmp_path: Path) -> Iterator[Path]:
     """A directory for spill files, which must be empty again when the test has ended."""
     directory = tmp_path / "spill"

@@ -66,8 +66,10 @@ lengths = st.one_of(
 
 
 @settings(max_examples=300, deadline=None)
-@given(phases, phases, phases, lengths, st.booleans())
-def test_what_is_written_is_read_back(writer: int, reader: int, place: int, nbytes: int, in_phase: bool) -> None:
+@given(phases, phases, phases, lengths, st.booleans(), st.booleans())
+def test_what_is_written_is_read_back(
+    writer: int, reader: int, place: int, nbytes: int, in_phase: bool, detour: bool
+) -> None:
     """Written from one address, read to another, in phase with the file or not; what lies beside stays as it is."""
     if in_phase:
         writer = reader = place
@@ -80,7 +82,7 @@ def test_what_is_written_is_read_back(writer: int, reader: int, place: int, nbyt
 
     write(file, pieces.direct(buffer, offset, source.address + writer, nbytes))
     assert file[offset : offset + nbytes] == content
-    read(file, pieces.direct(buffer, offset, target.address + reader, nbytes))
+    read(file, pieces.direct(buffer, offset, target.address + reader, nbytes, detour))
     guard = bytes([GUARD])
     assert bytes(target.view[:reader]) == guard * reader
     assert bytes(target.view[reader : reader + nbytes]) == content
@@ -88,12 +90,12 @@ def test_what_is_written_is_read_back(writer: int, reader: int, place: int, nbyt
 
 
 @settings(max_examples=300, deadline=None)
-@given(phases, phases, lengths)
-def test_calls_are_as_the_system_wants_them(phase: int, place: int, nbytes: int) -> None:
+@given(phases, phases, lengths, st.booleans())
+def test_calls_are_as_the_system_wants_them(phase: int, place: int, nbytes: int, detour: bool) -> None:
     memory, buffer = AlignedBuffer(MOST_BYTES + 2 * BLOCK_BYTES), AlignedBuffer(BUFFER_BYTES)
     address = memory.address + phase
     expected = place // BLOCK_BYTES * BLOCK_BYTES
-    for piece in pieces.direct(buffer, place, address, nbytes):
+    for piece in pieces.direct(buffer, place, address, nbytes, detour):
         assert piece.offset_bytes == expected
         assert all(address_of(view) % BLOCK_BYTES == 0 for view in piece.views)
         assert all(view and len(view) % BLOCK_BYTES == 0 for view in piece.views)
@@ -115,10 +117,11 @@ def test_in_phase_only_the_ends_are_copied(phase: int, blocks: int, more: int) -
     assert copied == -phase % BLOCK_BYTES + (phase + nbytes) % BLOCK_BYTES
 
 
-def test_out_of_phase_all_is_copied() -> None:
+@pytest.mark.parametrize(("phase", "detour"), [(64, False), (0, True)])
+def test_out_of_phase_and_on_a_detour_all_is_copied(phase: int, detour: bool) -> None:
     memory, buffer = AlignedBuffer(MOST_BYTES), AlignedBuffer(BUFFER_BYTES)
     file = bytearray(MOST_BYTES + 4 * BLOCK_BYTES)
-    copied = write(file, pieces.direct(buffer, 64, memory.address, 10 * BLOCK_BYTES))
+    copied = write(file, pieces.direct(buffer, phase, memory.address, 10 * BLOCK_BYTES, detour))
     assert sum(copied) == 10 * BLOCK_BYTES
     assert max(copied) <= BUFFER_BYTES
 

@@ -1,6 +1,9 @@
 """Memory below the tensors."""
 
 import mmap
+import os
+import re
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -18,6 +21,29 @@ def test_buffers_are_aligned_and_private() -> None:
     assert buffer.address % mmap.PAGESIZE == 0
     tensor_at(buffer.address, 3).fill_(7)
     assert bytes(buffer.view[:4]) == b"\7\7\7\0"
+
+
+@pytest.mark.parametrize("nbytes", [2 * MIB, 5 * MIB + 100])
+def test_what_makes_huge_pages_begins_at_one(nbytes: int) -> None:
+    buffer = AlignedBuffer(nbytes)
+    assert buffer.address % (2 * MIB) == 0
+    assert len(buffer.view) == buffer.nbytes == nbytes
+    buffer.view[:] = os.urandom(nbytes)
+    assert bytes(tensor_at(buffer.address + nbytes - 100, 100).numpy()) == bytes(buffer.view[-100:])
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("the system has no huge pages to ask for")
+    assert "hg" in flags_at(buffer.address)
+
+
+def flags_at(address: int) -> list[str]:
+    """What the system knows of the mapping that the address is in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            inside = int(place[1], 16) <= address < int(place[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("nothing is mapped there")
 
 
 def test_as_bytes_shares() -> None:

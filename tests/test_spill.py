@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from delta.errors import HostFullError, SwapError
-from delta.runtime import spill
 from delta.runtime.pieces import BLOCK_BYTES, CALL_BYTES
-from delta.runtime.rawmem import AlignedBuffer, copy_bytes
+from delta.runtime.rawmem import AlignedBuffer
 from delta.runtime.spill import CHUNK_BYTES, FileRoom, SpillFile
 
 MIB = 2**20
@@ -110,28 +109,28 @@ def test_memory_may_lie_anywhere(file: SpillFile, wrote: int, reads: int, nbytes
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_what_is_in_phase_with_its_room_makes_no_detour(
-    file: SpillFile, monkeypatch: pytest.MonkeyPatch, phase: int
-) -> None:
-    copied: list[int] = []
-
-    def counts(to: int, source: int, nbytes: int) -> None:
-        copied.append(nbytes)
-        copy_bytes(to, source, nbytes)
-
-    monkeypatch.setattr(spill, "copy_bytes", counts)
+def test_what_is_in_phase_with_its_room_makes_no_detour(file: SpillFile, spill_copies: list[int], phase: int) -> None:
     memory = AlignedBuffer(MIB + 2 * BLOCK_BYTES)
     room = file.reserve(MIB, phase)
     file.write(room, memory.address + phase, MIB)
     file.read(room, memory.address + phase, MIB)
-    assert sum(copied) == (2 * BLOCK_BYTES if file.direct and phase else 0)
+    assert sum(spill_copies) == (2 * BLOCK_BYTES if file.direct and phase else 0)
     file.read(room, memory.address + phase + 64, MIB)
-    assert sum(copied) >= (MIB if file.direct else 0)
+    assert sum(spill_copies) >= (MIB if file.direct else 0)
+
+
+def test_a_detour_is_made_when_asked_for(file: SpillFile, spill_copies: list[int]) -> None:
+    room = write(file, b"x" * MIB)
+    spill_copies.clear()
+    back = AlignedBuffer(MIB)
+    file.read(room, back.address, MIB, detour=True)
+    assert bytes(back.view) == b"x" * MIB
+    assert sum(spill_copies) == (MIB if file.direct else 0)
 
 
 def test_room_has_its_phase_on_top(file: SpillFile) -> None:
     room = file.reserve(BLOCK_BYTES, 64)
-    assert room.nbytes == file.used_bytes == 2 * BLOCK_BYTES
+    assert room.extent.nbytes == file.used_bytes == 2 * BLOCK_BYTES
     file.give_back(room)
     assert file.used_bytes == 0
 

@@ -4,6 +4,7 @@ Real memory is saved: the resident set falls by what is swapped out. The host li
 free room on the spill directory's file system, because that file is what a "host copy" is here.
 """
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Listeners, Rates, WallClock, limit_bytes
 from delta.runtime.pieces import BLOCK_BYTES
 from delta.runtime.rawmem import (
-    AlignedBuffer,
     ResidentMeter,
     drop_pages,
     heap_bytes,
@@ -30,7 +30,6 @@ from delta.runtime.rawmem import (
 from delta.runtime.spill import FileRoom, SpillFile
 
 _PROBE_BYTES = 4 * 2**20
-_OUT_OF_PHASE_BYTES = 64
 _PROBE_ROUNDS = 4
 _MIN_STRAIGHT_BYTES = 2**20  # its room is a block more; what is smaller takes mostly the time to ask for it
 _PROBE_NS = 60_000_000  # per direction; a round that is under way is finished
@@ -198,17 +197,15 @@ class CpuDevice:
 
     @contextmanager
     def _copies(self) -> Iterator[dict[Direction, Callable[[], None]]]:
-        """Moves a few megabytes each way, past the host limit: the room is given back before anyone can miss it. The
-        heap seldom gives an address that is in phase with the room: what is read makes a detour, as it mostly does.
+        """Moves a few megabytes of the heap each way, past the host limit: the room is given back before anyone can
+        miss it.
         """
-        buffer = AlignedBuffer(_OUT_OF_PHASE_BYTES + _PROBE_BYTES)
-        buffer.view[:] = bytes(buffer.nbytes)  # what was never written is one page of zeros, which a cache holds
-        room = self._spill.reserve(_PROBE_BYTES)
+        storage = torch.UntypedStorage(_PROBE_BYTES)
+        ctypes.memset(storage.data_ptr(), 0, _PROBE_BYTES)  # what was never written is one page of zeros, in a cache
+        mover = _HeapMover(self._spill)
+        room = self._spill.reserve(_PROBE_BYTES, mover.phase_bytes(storage))
         try:
-            yield {
-                "out": lambda: self._spill.write(room, buffer.address, _PROBE_BYTES),
-                "in": lambda: self._spill.read(room, buffer.address + _OUT_OF_PHASE_BYTES, _PROBE_BYTES),
-            }
+            yield {"out": lambda: mover.write(storage, room), "in": lambda: mover.read(room, storage)}
         finally:
             self._spill.give_back(room)
 
@@ -233,14 +230,14 @@ class _HeapMover:
         """Work on the CPU is done when its call returns."""
 
     def phase_bytes(self, storage: torch.UntypedStorage) -> int:
-        """The storage's own: what is written goes straight. What is read does where the heap gives the same again."""
+        """The storage's own, so that what is written goes straight."""
         return storage.data_ptr() % BLOCK_BYTES if storage.nbytes() >= _MIN_STRAIGHT_BYTES else 0
 
     def write(self, storage: torch.UntypedStorage, room: FileRoom) -> None:
         self._spill.write(room, storage.data_ptr(), storage.nbytes())
 
     def read(self, room: FileRoom, storage: torch.UntypedStorage) -> None:
-        self._spill.read(room, storage.data_ptr(), storage.nbytes())
+        self._spill.read(room, storage.data_ptr(), storage.nbytes(), detour=True)
 
 
 def _own(ticket: Ticket) -> FileTicket:
