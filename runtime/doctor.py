@@ -19,6 +19,7 @@ import torch
 from delta.config import HostConfig
 from delta.policies.loader import load
 from delta.runtime.device import make_device
+from delta.runtime.rawmem import HUGE_PAGES, heap_lacks_huge_pages
 from delta.text import aligned
 from delta.units import format_bytes
 
@@ -154,6 +155,12 @@ def _missing() -> Iterator[Missing]:
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
         yield Missing(
             "CuPy", "nothing is pinned where the driver registers nothing", f"pip install 'delta-evict[{extra}]'"
+        )
+    if heap_lacks_huge_pages():
+        yield Missing(
+            "huge pages for the heap",
+            "on a CPU, what is swapped takes a little more from compute",
+            f"start Python with {'='.join(HUGE_PAGES)} in the environment",
         )
     if find_spec("scipy") is None:
         yield Missing("SciPy", "monet, and better plans beside the training, need it", "pip install scipy")

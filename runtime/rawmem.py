@@ -7,6 +7,9 @@ at 512 MiB resident. ``malloc_trim(0)`` does give such holes back, 26-30 us per 
 is nothing to return. Pages given back are faulted in again when the hole is reused, about 0.24 ms per MiB, so it is
 worth doing only when resident memory is what the budget counts.
 
+Where the heap has huge pages, copies to a file take less from compute: steps of a vision transformer under policy
+``swap`` at 30 %, 540 MB out and back, took 0.986 of their time without (medians of 14, in turns).
+
 Not covered: allocators other than glibc's. Without ``malloc_trim`` the functions here do less, never harm.
 """
 
@@ -14,10 +17,12 @@ import ctypes
 import functools
 import mmap
 import os
+import platform
 import resource
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import cast
 
 import psutil
@@ -26,6 +31,11 @@ import torch
 _MADV_DONTNEED = 4
 _HUGE_PAGE_BYTES = 2 * 2**20  # where pages have 4 KiB; elsewhere a multiple of the page all the same
 _STATM = "/proc/self/statm"
+_HUGE_PAGES_STATE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES = (
+    "GLIBC_TUNABLES",
+    "glibc.malloc.hugetlb=1",
+)  # by this setting glibc asks for them; read when a process starts
 
 copy_bytes: Callable[[int, int, int], object] = (
     ctypes.memmove
@@ -150,6 +160,18 @@ def _mallinfo() -> Callable[[], _HeapFacts] | None:
         return None
     found.restype = _HeapFacts
     return cast(Callable[[], _HeapFacts], found)
+
+
+def heap_lacks_huge_pages() -> bool:
+    """Whether the system has huge pages for those who ask, and glibc (2.35 and later) has not been told to ask."""
+    try:
+        on_request = "[madvise]" in _HUGE_PAGES_STATE.read_text()
+    except OSError:
+        return False
+    library, release = platform.libc_ver()
+    knows_how = library == "glibc" and tuple(map(int, release.split(".")[:2])) >= (2, 35)
+    name, wanted = HUGE_PAGES
+    return on_request and knows_how and wanted.partition("=")[0] not in os.environ.get(name, "")
 
 
 def heap_bytes() -> int | None:

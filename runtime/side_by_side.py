@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from delta.runtime.demo_process import KEEPS_PAGES, WorkerProcess
+from delta.runtime.demo_process import HEAP, WorkerProcess
 from delta.runtime.demo_worker import Spec
 
 # First-touch page faults, Delta observing, refining its plan, and following it, twice, before it records less. After
@@ -60,7 +60,7 @@ def train(spec: Spec, timed_steps: int) -> Trained:
     Raises DeltaError if the process fails.
     """
     found = Trained()
-    with WorkerProcess(spec, KEEPS_PAGES) as worker:
+    with WorkerProcess(spec, HEAP) as worker:
         worker.wait_ready()
         for index in range(STEPS_BEFORE):
             counted = {"count": index in COUNTED_STEPS, "allocated": index == COUNTED_STEPS[-1]}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 
-from delta.runtime.demo_process import KEEPS_PAGES, WorkerProcess
+from delta.runtime.demo_process import HEAP, WorkerProcess
 from delta.runtime.demo_worker import COLD_STEPS, TRACED_STEPS, Spec
 from delta.trace import Recording, Trace, read
 from delta.trace.events import Bookkeeping
@@ -43,7 +43,7 @@ def record(spec: Spec) -> Recorded:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, f"{spec.model}.jsonl.gz")
         watched = replace(spec, mode="delta", activations=None, trace=str(path))
-        with WorkerProcess(watched, KEEPS_PAGES) as worker:
+        with WorkerProcess(watched, HEAP) as worker:
             worker.wait_ready()
             for index in range(TRACED_STEPS):
                 worker.ask({"do": "step", "index": index})

@@ -2,7 +2,10 @@
 
 import mmap
 import os
+import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +47,47 @@ def flags_at(address: int) -> list[str]:
         elif inside and line.startswith("VmFlags:"):
             return line.split()[1:]
     raise AssertionError("nothing is mapped there")
+
+
+@pytest.mark.parametrize(
+    ("state", "libc", "tunables", "lacks"),
+    [
+        ("always [madvise] never", ("glibc", "2.36"), None, True),
+        ("always [madvise] never", ("glibc", "2.35"), "glibc.malloc.check=1", True),
+        ("always [madvise] never", ("glibc", "2.36"), "glibc.malloc.check=1:glibc.malloc.hugetlb=2", False),
+        ("always [madvise] never", ("glibc", "2.34"), None, False),
+        ("always [madvise] never", ("", ""), None, False),
+        ("[always] madvise never", ("glibc", "2.36"), None, False),
+        ("always madvise [never]", ("glibc", "2.36"), None, False),
+        (None, ("glibc", "2.36"), None, False),
+    ],
+)
+def test_huge_pages_are_missed_where_asking_for_them_helps(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    state: str | None,
+    libc: tuple[str, str],
+    tunables: str | None,
+    lacks: bool,
+) -> None:
+    if state is not None:
+        (tmp_path / "enabled").write_text(state + "\n")
+    monkeypatch.setattr(rawmem, "_HUGE_PAGES_STATE", tmp_path / "enabled")
+    monkeypatch.setattr(platform, "libc_ver", lambda: libc)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if tunables is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    assert rawmem.heap_lacks_huge_pages() is lacks
+
+
+def test_the_setting_gives_the_heap_huge_pages() -> None:
+    if not rawmem.heap_lacks_huge_pages():
+        pytest.skip("they need not be asked for here, or cannot be")
+    script = "from pathlib import Path; held = bytearray(2**24); print(Path('/proc/self/smaps').read_text())"
+    settings = {**os.environ, **dict([rawmem.HUGE_PAGES])}
+    maps = subprocess.run([sys.executable, "-c", script], env=settings, capture_output=True, text=True, check=True)
+    assert "VmFlags" in maps.stdout
+    assert any("hg" in line.split() for line in maps.stdout.splitlines() if line.startswith("VmFlags:"))
 
 
 def test_as_bytes_shares() -> None:
