@@ -134,6 +134,8 @@ def test_delta_is_measured_with_what_a_rival_takes() -> None:
     assert level(550, (300, 700), (150, 550)) == [], "it takes no more"
     assert level(600, (300, 700), (150, 550)) == [], "it takes less already"
     assert level(500) == []
+    assert level(508, (235, 557), (181, 563)) == ["delta 120MiB"], "from the smallest, though it took more"
+    assert level(560, (235, 557), (181, 563)) == [], "one of them takes less already"
 
 
 def test_budgets_that_are_level_with_a_rival_are_measured_too(

@@ -78,13 +78,15 @@ def measure(options: BenchOptions, model: str, timeline: Path | None = None) -> 
 
 def level_with_rivals(rows: Sequence[Row]) -> list[Way]:
     """For each rival that takes less memory than Delta under any budget so far: Delta under the budget, in whole MiB,
-    with which it should take no more if a saved byte less is a byte less of all that is allocated."""
+    with which it should take no more if a saved byte less than under the smallest is a byte less of all that is
+    allocated. Under that one it may take more than under a larger one: what replays need comes on top."""
     deltas = [row for row in rows if row.way.startswith("delta ") and row.peak_allocated_bytes and row.budget_bytes]
     if not deltas:
         return []
-    least_bytes, budget_bytes = min((row.peak_allocated_bytes or 0, row.budget_bytes or 0) for row in deltas)
+    budget_bytes, taken_bytes = min((row.budget_bytes or 0, row.peak_allocated_bytes or 0) for row in deltas)
+    least_bytes = min(row.peak_allocated_bytes or 0 for row in deltas)
     rivals_bytes = [row.peak_allocated_bytes for row in rows if row.way in RIVALS and row.peak_allocated_bytes]
-    over_bytes = (least_bytes - (1 - _MARGIN) * nbytes for nbytes in rivals_bytes if nbytes < least_bytes)
+    over_bytes = (taken_bytes - (1 - _MARGIN) * nbytes for nbytes in rivals_bytes if nbytes < least_bytes)
     budgets_mib = dict.fromkeys(int(budget_bytes - nbytes) // 2**20 for nbytes in over_bytes)
     return [Way("delta", f"{mib}MiB") for mib in budgets_mib if mib > 0]
 
