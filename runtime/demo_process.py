@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from delta.errors import DeltaError
 from delta.runtime.demo_worker import Spec
-from delta.runtime.rawmem import HUGE_PAGES
+from delta.runtime.rawmem import GLIBC_SETTINGS, HUGE_PAGES
 
 _MODULE = "delta.runtime.demo_worker"
 _GOODBYE_S = 10.0
@@ -24,7 +24,7 @@ HEAP = {
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TOP_PAD_": str(2**26),
-    HUGE_PAGES[0]: HUGE_PAGES[1],
+    GLIBC_SETTINGS: HUGE_PAGES,
 }
 
 

@@ -19,7 +19,7 @@ import torch
 from delta.config import HostConfig
 from delta.policies.loader import load
 from delta.runtime.device import make_device
-from delta.runtime.rawmem import HUGE_PAGES, heap_lacks_huge_pages
+from delta.runtime.rawmem import GLIBC_SETTINGS, HUGE_PAGES, heap_lacks_huge_pages
 from delta.text import aligned
 from delta.units import format_bytes
 
@@ -160,7 +160,7 @@ def _missing() -> Iterator[Missing]:
         yield Missing(
             "huge pages for the heap",
             "on a CPU, what is swapped takes a little more from compute",
-            f"start Python with {'='.join(HUGE_PAGES)} in the environment",
+            f"start Python with {GLIBC_SETTINGS}={HUGE_PAGES} in the environment",
         )
     if find_spec("scipy") is None:
         yield Missing("SciPy", "monet, and better plans beside the training, need it", "pip install scipy")

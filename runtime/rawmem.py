@@ -32,10 +32,8 @@ _MADV_DONTNEED = 4
 _HUGE_PAGE_BYTES = 2 * 2**20  # where pages have 4 KiB; elsewhere a multiple of the page all the same
 _STATM = "/proc/self/statm"
 _HUGE_PAGES_STATE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-HUGE_PAGES = (
-    "GLIBC_TUNABLES",
-    "glibc.malloc.hugetlb=1",
-)  # by this setting glibc asks for them; read when a process starts
+# Read when a process starts: with this setting glibc asks for huge pages.
+GLIBC_SETTINGS, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 
 copy_bytes: Callable[[int, int, int], object] = (
     ctypes.memmove
@@ -170,8 +168,8 @@ def heap_lacks_huge_pages() -> bool:
         return False
     library, release = platform.libc_ver()
     knows_how = library == "glibc" and tuple(map(int, release.split(".")[:2])) >= (2, 35)
-    name, wanted = HUGE_PAGES
-    return on_request and knows_how and wanted.partition("=")[0] not in os.environ.get(name, "")
+    told = HUGE_PAGES.partition("=")[0] in os.environ.get(GLIBC_SETTINGS, "")
+    return on_request and knows_how and not told
 
 
 def heap_bytes() -> int | None:

@@ -179,6 +179,15 @@ def test_doctor_tells_the_same_as_text_and_json() -> None:
         assert item["what"] in text and item["how"] in text
 
 
+@pytest.mark.parametrize("lacks", [True, False])
+def test_doctor_tells_of_huge_pages_where_they_help(monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
+    from delta.runtime import doctor
+
+    monkeypatch.setattr(doctor, "heap_lacks_huge_pages", lambda: lacks)
+    told = "start Python with GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment" in deltactl("doctor").output
+    assert told is lacks
+
+
 def test_doctor_reports_a_device_that_fails_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from delta.runtime import doctor
 

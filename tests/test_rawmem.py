@@ -84,7 +84,7 @@ def test_the_setting_gives_the_heap_huge_pages() -> None:
     if not rawmem.heap_lacks_huge_pages():
         pytest.skip("they need not be asked for here, or cannot be")
     script = "from pathlib import Path; held = bytearray(2**24); print(Path('/proc/self/smaps').read_text())"
-    settings = {**os.environ, **dict([rawmem.HUGE_PAGES])}
+    settings = {**os.environ, rawmem.GLIBC_SETTINGS: rawmem.HUGE_PAGES}
     maps = subprocess.run([sys.executable, "-c", script], env=settings, capture_output=True, text=True, check=True)
     assert "VmFlags" in maps.stdout
     assert any("hg" in line.split() for line in maps.stdout.splitlines() if line.startswith("VmFlags:"))

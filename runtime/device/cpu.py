@@ -53,7 +53,8 @@ class CpuDevice:
         self._limit_bytes = limit_bytes(host.limit, self._spill.free_disk_bytes())
         self._rates = Rates()
         self._listeners = Listeners()
-        self._lane = FileLane(self._spill, _HeapMover(self._spill), self._listeners, self._rates, self._limit_bytes)
+        self._mover = _HeapMover(self._spill)
+        self._lane = FileLane(self._spill, self._mover, self._listeners, self._rates, self._limit_bytes)
         self._clock = WallClock()
         self._meter = ResidentMeter()
         self._budget_bytes: int | None = None
@@ -202,7 +203,7 @@ class CpuDevice:
         """
         storage = torch.UntypedStorage(_PROBE_BYTES)
         ctypes.memset(storage.data_ptr(), 0, _PROBE_BYTES)  # what was never written is one page of zeros, in a cache
-        mover = _HeapMover(self._spill)
+        mover = self._mover
         room = self._spill.reserve(_PROBE_BYTES, mover.phase_bytes(storage))
         try:
             yield {"out": lambda: mover.write(storage, room), "in": lambda: mover.read(room, storage)}
