@@ -12,7 +12,7 @@ allocation and what nobody needs goes after every op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -30,7 +30,7 @@ from delta.learner import AIM, ANY_LOOK, NOTHING, Learner
 from delta.ledger import Ledger
 from delta.planning import Planning
 from delta.recall import Recall
-from delta.record import Host, Record
+from delta.record import Host, LedgerError, Record
 from delta.replays import Replays
 from delta.room import Room
 from delta.routine import Routine
@@ -216,6 +216,30 @@ class Engine:
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
         return self._make_for_more_of(op, now_ns)
 
+    def op_noted(self, op: OpInfo, module: str, gone: Iterable[int]) -> None:
+        """An op ran that nobody recorded, and now it has to be known. All its records have been created, and of those
+        it made some have `gone` by now."""
+        self.ledger.add_op(op)
+        for output in op.outputs:
+            self._room.candidates.makers[output] = (op.name, module)
+        for record in gone:
+            self.ledger.gone(record)
+            self._room.candidates.missing(self.ledger.records[record])
+
+    def list_noted(self, record: int, back: bool) -> list[int]:
+        """A saved storage that went at its save, and is there again if it is `back`, has its record and all handles:
+        the records that Delta has to hold from here on."""
+        held = [record] if back else self.ledger.anchors(record)
+        if held is None:
+            raise LedgerError(f"record {record} is saved, gone, and cannot be made again")
+        for each in held:
+            self.ledger.hold(each)
+        return held
+
+    def bury(self, records: Iterable[int]) -> list[Instruction]:
+        """Forget those of the records that nobody can ask for."""
+        return self._settling.bury(records)
+
     def _make_for_more_of(self, op: OpInfo, now_ns: int) -> list[Instruction]:
         """Where no plan tells what comes: an op made a storage larger than any saved so far, which may be saved now,
         or be read by an op whose result of the same size is. Have room for one, before it counts."""
@@ -307,13 +331,11 @@ class Engine:
             self.learner.not_encodable(rec.id)
         return out
 
-    def unsaved_kept(self, kept: Kept, now_ns: int) -> list[Instruction]:
-        """A saved tensor on a kept storage died."""
+    def unsaved_kept(self, kept: Kept, now_ns: int, read: bool = False) -> list[Instruction]:
+        """A saved tensor on a kept storage died. `read`: something that is to be made again reads it."""
         if kept.recorded:
-            if self.ledger.records[self.ledger.resolve(kept.record)].handles == 1:
-                self.keeping.recorded.pop(kept.record, None)
             return self.unsaved(kept.record, now_ns)
-        self.keeping.released(kept)
+        self.keeping.released(kept, read)
         return self._end_step(now_ns) if self.ledger.own_handles == 0 and self.learner.in_step else []
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
@@ -408,6 +430,12 @@ class Engine:
         self._headroom.needed()
         return self._room.make(0, now_ns) + self._recall.bring(rec, now_ns)
 
+    def lent(self, handle: int, now_ns: int) -> list[Instruction]:
+        """A replay reads the record of a handle: it stays pinned until `served`."""
+        rec = self.ledger.records[self.ledger.resolve(handle)]
+        self.ledger.pin(rec.id, now_ns)
+        return self._recall.bring(rec, now_ns)
+
     def served(self, handle: int) -> list[Instruction]:
         """The value was handed to backward."""
         record = self.ledger.resolve(handle)
@@ -420,6 +448,7 @@ class Engine:
         order = self.ledger.records[record].saved_at
         if not self.ledger.unsave(record):
             return []
+        self.keeping.recorded.pop(handle, None)
         if order >= 0:
             self.learner.released(order)
         out = self._settling.settle(record)
@@ -489,6 +518,11 @@ class Engine:
     def pressure(self, now_ns: int) -> list[Instruction]:
         """The limit may have changed (a device budget follows what else is in use)."""
         return self._room.make(0, now_ns)
+
+    def next_save(self, order: int, now_ns: int) -> list[Instruction]:
+        """A storage was saved that goes by itself: have room for the next one."""
+        plan = self.learner.plan
+        return self._room.make_for_next(plan, order, now_ns) if plan is not None else []
 
     def make_place(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """A request for `nbytes` found no room in one piece: let go of what is in its way. Empty if nothing can."""

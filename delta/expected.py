@@ -41,10 +41,19 @@ class Expected:
         self._least_bytes, self._net_ns = least_bytes, net_ns
 
     def keep(
-        self, order: int, key: int, signature: int, nbytes: int, new_id: Callable[[], int], now_ns: int
+        self,
+        order: int,
+        key: int,
+        signature: int,
+        nbytes: int,
+        new_id: Callable[[], int],
+        now_ns: int,
+        noted: bool = False,
     ) -> Kept | None:
         """Autograd saves a tensor on a storage that has no record, known by `key`. `order`: of `Learner.expects`. None
-        if more has to be done than to count its bytes, or room be made: then that is what `saved` is for."""
+        if more has to be done than to count its bytes, or room be made: then that is what `saved` is for. `noted`: it
+        goes at once, and whoever asks for it makes it again; this is the first tensor on it. Then `short_for_next` is
+        asked about the room."""
         kept = self._keeping.storages.get(key)
         if kept is not None:
             if kept.order != order:
@@ -52,12 +61,32 @@ class Expected:
             self._keeping.again(kept, signature)
             return kept
         plan = self._learner.plan
-        if plan is None or order != len(self._recall.by_order) or not self._room.has_for(plan, order, nbytes):
+        if plan is None or order != len(self._recall.by_order):
             return None
-        kept = Kept(key, new_id(), nbytes, order, now_ns)
+        if not noted and not self._room.has_for(plan, order, nbytes):
+            return None
+        kept = Kept(key, new_id(), nbytes, order, now_ns, noted=noted)
         self._keeping.first(kept, signature, self._net_ns(now_ns))
+        if noted:
+            self._room.dropped_uncounted()
         self._one_more(kept.record)
         return kept
+
+    def short_for_next(self, order: int) -> bool:
+        """Whether `Engine.next_save` has something to do."""
+        plan = self._learner.plan
+        return plan is not None and not self._room.has_for(plan, order, 0)
+
+    def again(self, kept: Kept, order: int, signature: int) -> bool:
+        """One more tensor is saved on a storage that went at its first save; False if it is not the one expected."""
+        if kept.order != order:
+            return False
+        self._keeping.again(kept, signature)
+        return True
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room for `nbytes` more, with nothing else to go."""
+        return self._room.has(nbytes)
 
     def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
         """The same of a tensor on a storage that has a record: Delta holds it from here on."""

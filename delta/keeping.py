@@ -1,6 +1,7 @@
 """What a step that goes as planned keeps anyway: its bytes are counted, and little else is done.
 
-Most saved tensors of a plan stay where they are. While a step follows its routine (`routine.py`) a storage of those
+Most saved tensors of a plan stay where they are, and many others go at once and are made again by ops that read only
+such. While a step follows its routine (`routine.py`) a storage of those
 that no replay reads has no record in the ledger, only a number in the order of the saves, its size, and how many saved
 tensors are on it. One that an op of a replay reads or makes has a record, held from its first save on, and nothing is
 asked of the policy for it. More has to be known when something has to be evicted that the plan had not named, when an
@@ -20,9 +21,18 @@ from delta.types import Kind
 class Kept:
     """A storage that is counted, and how many live saved tensors are on it."""
 
-    __slots__ = ("key", "listed", "nbytes", "order", "record", "recorded", "saved_ns", "users")
+    __slots__ = ("key", "listed", "nbytes", "noted", "order", "record", "recorded", "saved_ns", "there", "users")
 
-    def __init__(self, key: int, record: int, nbytes: int, order: int, saved_ns: int, recorded: bool = False) -> None:
+    def __init__(
+        self,
+        key: int,
+        record: int,
+        nbytes: int,
+        order: int,
+        saved_ns: int,
+        recorded: bool = False,
+        noted: bool = False,
+    ) -> None:
         self.key = key  # what the runtime knows the storage by
         self.record = record  # its number in the ledger, as soon as it is listed there
         self.recorded = recorded  # it has been there all along, and its saved tensors are counted there
@@ -30,6 +40,8 @@ class Kept:
         self.order = order
         self.saved_ns = saved_ns  # when it was saved first
         self.users = 0
+        self.there = True  # its bytes are on the device
+        self.noted = noted  # it goes at its save, and the runtime knows how to make it again
         self.listed = False  # it has got its record: `users` is of the past
 
 
@@ -44,13 +56,17 @@ class Keeping:
         self._ledger, self._learner = ledger, learner
         self.storages: dict[int, Kept] = {}  # without a record, by key
         self.recorded: dict[int, Kept] = {}  # with one, by it
+        self.noted: set[Kept] = set()  # those that have gone, or come back
+        self.lingering: dict[
+            int, Kept
+        ] = {}  # no saved tensor is on these, and something will be made from them, by key
         self.give_records: Callable[[], None] = _nobody
         """The runtime's: calls `list_all`, and `list_tensor` for each saved tensor that lives."""
 
     @property
     def any(self) -> bool:
         """Whether `end` has anything to do."""
-        return bool(self.storages or self.recorded)
+        return bool(self.storages or self.recorded or self.noted)
 
     def end(self) -> None:
         """From here on more than bytes may be asked for."""
@@ -60,14 +76,17 @@ class Keeping:
     def again(self, kept: Kept, signature: int) -> None:
         """One more tensor is saved on a kept storage."""
         kept.users += 1
-        self._ledger.count(0)
+        self._ledger.count(handles=1)
         self._learner.came(signature, kept.order)
 
     def first(self, kept: Kept, signature: int, now_ns: int) -> None:
         """A storage is saved for the first time."""
         kept.users = 1
-        self.storages[kept.key] = kept
-        self._ledger.count(kept.nbytes)
+        if kept.noted:
+            self.noted.add(kept)
+        else:
+            self.storages[kept.key] = kept
+        self._ledger.count(1, kept.nbytes, kept.nbytes)
         self._learner.came(signature, kept.order)
         self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
 
@@ -85,32 +104,62 @@ class Keeping:
         if not self._ledger.records[kept.record].held:
             self._ledger.hold(kept.record)
 
-    def released(self, kept: Kept) -> None:
-        """One of the saved tensors on one without a record died."""
+    def released(self, kept: Kept, read: bool = False) -> None:
+        """One of the saved tensors on one without a record died. `read`: what has been noted will read it still."""
         if kept.listed:
             return
         kept.users -= 1
-        self._ledger.uncount(0 if kept.users else kept.nbytes)
-        if not kept.users:
+        if kept.users:
+            self._ledger.count(handles=-1)
+            return
+        self._ledger.count(-1, unevicted_bytes=-kept.nbytes)
+        if kept.noted:
+            self.noted.remove(kept)
+        else:
             del self.storages[kept.key]
-            self._learner.released(kept.order)
+        if read:
+            self.lingering[kept.key] = kept
+        else:
+            self.went(kept)
+        self._learner.released(kept.order)
+
+    def unread(self, key: int) -> None:
+        """Nothing that has been noted will read the storage any more."""
+        kept = self.lingering.pop(key, None)
+        if kept is not None:
+            self.went(kept)
+
+    def went(self, kept: Kept) -> None:
+        """The bytes are not there any more, or nobody asks for them."""
+        if kept.there and not kept.listed:
+            kept.there = False
+            self._ledger.count(resident_bytes=-kept.nbytes)
+
+    def came_back(self, kept: Kept) -> None:
+        """They have been made again."""
+        if not kept.there:
+            kept.there = True
+            self._ledger.count(resident_bytes=kept.nbytes)
 
     def list_all(self) -> None:
         """None of them is only counted any more: whoever calls gives each live saved tensor its record."""
-        for kept in self.storages.values():
+        for kept in (*self.storages.values(), *self.noted, *self.lingering.values()):
+            self._ledger.count(-kept.users, -kept.nbytes if kept.there else 0, -kept.nbytes if kept.users else 0)
             kept.listed = True
-            self._ledger.uncount(kept.nbytes, kept.users)
         self.storages.clear()
         self.recorded.clear()
+        self.noted.clear()
+        self.lingering.clear()
 
     def list_tensor(self, kept: Kept, stretch: int) -> bool:
         """A tensor that was only counted, saved in that stretch, is looked after from here on. True if it is the first
-        one on its record: Delta holds the storage now."""
+        one on its record: Delta holds the storage now, if it is there."""
         ledger, first = self._ledger, kept.record not in self._ledger
         if first:
             ledger.create(kept.record, kept.nbytes, Kind.ACTIVATION, kept.saved_ns)
+        first |= not ledger[kept.record].handles
         ledger.save(kept.record, kept.order)
-        if first:
+        if first and not kept.noted:
             ledger.hold(kept.record)
         ledger[kept.record].stretch = stretch
         return first

@@ -38,6 +38,7 @@ class Ledger:
         self.peak_resident_bytes = 0
         self.peak_unevicted_bytes = 0
         self._counted_bytes = self._counted_handles = 0  # of storages that have no record: see `keeping.py`
+        self._counted_unevicted_bytes = 0
         self._outputs_left: dict[int, int] = {}
         self._made_bytes: dict[int, int] = {}
         self._successors: dict[int, int] = {}
@@ -127,28 +128,21 @@ class Ledger:
             self.unevicted_bytes -= rec.nbytes
         return rec.handles == 0
 
-    def count(self, nbytes: int) -> None:
-        """Autograd saved a tensor on a storage that gets no record and adds `nbytes`: 0 where it counts already."""
-        self.handles += 1
-        self._counted_handles += 1
-        self._counted_bytes += nbytes
-        if nbytes:
-            self.resident_bytes += nbytes
-            self.unevicted_bytes += nbytes
-            if self.resident_bytes > self.peak_resident_bytes:
-                self.peak_resident_bytes = self.resident_bytes
-            if self.unevicted_bytes > self.peak_unevicted_bytes:
-                self.peak_unevicted_bytes = self.unevicted_bytes
-
-    def uncount(self, nbytes: int, handles: int = 1) -> None:
-        """Such a saved tensor has died, or several have; with the last one its storage's bytes go."""
-        if handles > self._counted_handles or nbytes > self._counted_bytes:
-            raise LedgerError(f"{handles} handles and {nbytes} bytes without a record are not counted")
-        self.handles -= handles
-        self._counted_handles -= handles
-        self._counted_bytes -= nbytes
-        self.resident_bytes -= nbytes
-        self.unevicted_bytes -= nbytes
+    def count(self, handles: int = 0, resident_bytes: int = 0, unevicted_bytes: int = 0) -> None:
+        """What storages add that get no record: saved tensors, bytes that are there, and bytes that would be there if
+        nothing were evicted. Negative: they are fewer now."""
+        self.handles += handles
+        self._counted_handles += handles
+        self._counted_bytes += resident_bytes
+        self._counted_unevicted_bytes += unevicted_bytes
+        self.resident_bytes += resident_bytes
+        self.unevicted_bytes += unevicted_bytes
+        if self.resident_bytes > self.peak_resident_bytes:
+            self.peak_resident_bytes = self.resident_bytes
+        if self.unevicted_bytes > self.peak_unevicted_bytes:
+            self.peak_unevicted_bytes = self.unevicted_bytes
+        if self._counted_handles < 0 or self._counted_bytes < 0 or self._counted_unevicted_bytes < 0:
+            raise LedgerError(f"{-handles} handles and {-resident_bytes} bytes without a record are not counted")
 
     def supersede(self, old: int, new: int) -> None:
         """`old` was overwritten in place: its handles follow the bytes to the new version, as plain autograd's do."""
@@ -535,7 +529,7 @@ class Ledger:
         records = self.records.values()
         totals = {
             "resident_bytes": self._counted_bytes + sum(r.resident_bytes for r in records),
-            "unevicted_bytes": self._counted_bytes
+            "unevicted_bytes": self._counted_unevicted_bytes
             + sum(r.nbytes for r in records if r.handles and r.kind is not Kind.PARAMETER),
             "leaving_bytes": sum(r.nbytes for r in records if r.host is Host.LEAVING),
             "handles": self._counted_handles + sum(r.handles for r in records),

@@ -197,6 +197,11 @@ class Room:
             limit = min(limit, self._limit(self._headroom.at_next_save_bytes) or 0)
         return limit is None or needed_bytes <= limit
 
+    def has(self, nbytes: int) -> bool:
+        """Whether `nbytes` more fit: `make` would have nothing to do."""
+        limit = self.limit_bytes
+        return limit is None or self._ledger.resident_bytes + nbytes + self._spare_bytes <= limit
+
     def make_place(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """There is no room for `nbytes` in one piece: let go of the cheapest neighbours that make it, or, without
         windows, of the filter's first choice. Empty if nothing can go."""
@@ -244,9 +249,13 @@ class Room:
 
     def dropped(self, rec: Record) -> None:
         """A record that the plan drops has gone at its save."""
+        self.dropped_uncounted()
+        self.candidates.missing(rec)
+
+    def dropped_uncounted(self) -> None:
+        """The same of a storage that has no record."""
         self.evicted = True
         self._totals.evictions[Action.RECOMPUTE.value] = self._totals.evictions.get(Action.RECOMPUTE.value, 0) + 1
-        self.candidates.missing(rec)
 
     def carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
         self.evicted = True

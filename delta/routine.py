@@ -12,7 +12,7 @@ is made from have to come, and one that a routine does not know ends nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from enum import IntEnum
 
 from delta.planner import Plan, StepGraph
@@ -28,12 +28,25 @@ class Way(IntEnum):
 
     PASS = 0
     RECORD = 1
+    NOTE = 2  # the plan replays it, and the runtime alone has to know of it: see `noted_ops`
 
 
 class Routine:
     """The calls of a step, one after the other."""
 
-    __slots__ = ("_asked", "_at", "_before", "_calls", "_costs_ns", "_optional", "dropped", "orders", "read", "ways")
+    __slots__ = (
+        "_asked",
+        "_at",
+        "_before",
+        "_calls",
+        "_costs_ns",
+        "_optional",
+        "dropped",
+        "noted",
+        "orders",
+        "read",
+        "ways",
+    )
 
     def __init__(
         self,
@@ -45,17 +58,19 @@ class Routine:
         costs_ns: Sequence[int] = (),
         before: int = 0,
         optional: Collection[int] = (),
+        noted: Collection[int] = (),
     ) -> None:
         """`orders`: by saved tensor, the save order of a storage that the plan keeps, or drops at once; -1 where more
-        is done. `dropped`: the orders of those that go. `read`: of what a replay reads; what is kept and not read
-        need only be counted.
+        is done. `dropped`: the orders of those that go, and of these `noted` the ones that only the runtime knows how
+        to make again. `read`: of what a recorded op reads when it is replayed; what is kept and not read need only be
+        counted.
         `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
         these the `optional` ones, by their position, may stay away."""
         self._calls = [call for call, _ in calls]
         self._costs_ns = [costs_ns[op] if 0 <= op < len(costs_ns) else None for _, op in calls]
         self._before, self._optional = before, frozenset(optional)
         self.ways = list(ways)
-        self.orders, self.dropped, self.read = orders, frozenset(dropped), frozenset(read)
+        self.orders, self.dropped, self.read, self.noted = orders, frozenset(dropped), frozenset(read), frozenset(noted)
         self.restart()
 
     def restart(self) -> None:
@@ -87,10 +102,16 @@ class Routine:
 def routine_of(log: StepLog, graph: StepGraph, plan: Plan) -> Routine:
     """How steps like the one that `log` and `graph` tell of go by `plan`."""
     costs_ns = [op.cost_ns for op in graph.ops]
-    before, ways = log.calls_before, ways_of(log.calls, graph, plan)
-    orders, dropped = orders_of(log, graph, plan), settled(graph, plan, Action.RECOMPUTE)
+    before, orders = log.calls_before, orders_of(log, graph, plan)
+    noted = noted_ops(graph, plan, orders, log.ops_before)
+    ways = [
+        Way.NOTE if op in noted else way
+        for (_, op), way in zip(log.calls, ways_of(log.calls, graph, plan), strict=True)
+    ]
+    dropped, read = settled(graph, plan, Action.RECOMPUTE), read_by_replays(graph, plan, noted)
+    made_again = {order for order in dropped if graph.nodes[graph.saved[order]].op in noted}
     optional = _optional(log.calls[:before], graph)
-    return Routine(log.calls, ways, orders, dropped, read_by_replays(graph, plan), costs_ns, before, optional)
+    return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again)
 
 
 def _optional(calls: Sequence[Call], graph: StepGraph) -> list[int]:
@@ -138,10 +159,49 @@ def settled(graph: StepGraph, plan: Plan, action: Action) -> set[int]:
     }
 
 
-def read_by_replays(graph: StepGraph, plan: Plan) -> set[int]:
-    """The save orders of what the plan's replays read."""
-    read = {node for op in _replayed(graph, plan) for node in graph.ops[op].inputs}
+def read_by_replays(graph: StepGraph, plan: Plan, noted: Collection[int] = ()) -> set[int]:
+    """The save orders of what the plan's replays read, but for those of `noted` ops."""
+    read = {node for op in _replayed(graph, plan).difference(noted) for node in graph.ops[op].inputs}
     return {order for order, node in enumerate(graph.saved) if node in read}
+
+
+def noted_ops(graph: StepGraph, plan: Plan, orders: Sequence[int], ops_before: Sequence[int]) -> set[int]:
+    """Of the ops that the plan replays, those of which the ledger need not know: what they make goes at its save, what
+    they read is saved by then, or there all the time, or made by others of them, and nothing of it is written.
+
+    `orders`: of `orders_of`; `ops_before`: of `StepLog`.
+    """
+    replayed, settled_orders = _replayed(graph, plan), set(orders) - {-1}
+    written = {node for op in graph.ops for node in op.overwrites}
+    noted = {
+        op
+        for op in replayed
+        if _may_be_noted(graph, plan, op, settled_orders, written)
+        and all(
+            graph.nodes[node].order in settled_orders or ops_before[graph.nodes[node].order] <= op
+            for node in graph.ops[op].inputs
+            if graph.nodes[node].order >= 0 and graph.nodes[node].nbytes
+        )
+    }
+    while True:
+        read = {node for op in replayed - noted for node in graph.ops[op].inputs}
+        left = {
+            op
+            for op in noted
+            if read.isdisjoint(graph.ops[op].outputs) and noted.issuperset(_makers(graph, plan, graph.ops[op].inputs))
+        }
+        if left == noted:
+            return noted
+        noted = left
+
+
+def _may_be_noted(graph: StepGraph, plan: Plan, op: int, settled_orders: Set[int], written: Set[int]) -> bool:
+    """Whether an op may, by what it is and makes. What begins a step is saved with all that belongs to it."""
+    call = graph.ops[op]
+    if not call.replayable or call.overwrites or not written.isdisjoint(call.inputs + call.outputs):
+        return False
+    made = [graph.nodes[node].order for node in call.outputs]
+    return all(order < 0 or (order > 0 and order in settled_orders) for order in made)
 
 
 def _replayed(graph: StepGraph, plan: Plan) -> set[int]:

@@ -15,6 +15,7 @@ import itertools
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -33,6 +34,8 @@ from delta.runtime.encode import Encoder
 from delta.runtime.gauge import Gauge
 from delta.runtime.kept import KeptTensors
 from delta.runtime.moments import Moments
+from delta.runtime.note import Made, Readers
+from delta.runtime.noted import Noted
 from delta.runtime.persistent import Persistent
 from delta.runtime.planning import PlanningAside
 from delta.runtime.recompute import Recipe
@@ -62,6 +65,16 @@ from delta.types import (
 
 _NOTES = 16  # of small storages that are needed no more, until they are let go of
 _LONGEST_HOLD_NS = 2_000_000_000
+
+
+_Note = (
+    tuple[Literal["gone", "unsaved"], int]
+    | tuple[Literal["kept"], Kept]
+    | tuple[Literal["noted"], Kept, weakref.ref[Made]]
+    | tuple[Literal["went"], weakref.ref[Made]]
+    | tuple[Literal["note"], Readers, Sequence[int]]
+)
+"""Something that happened when the engine could not be told."""
 
 
 def _nothing() -> None:
@@ -99,6 +112,7 @@ class Core:
             engine.learner.device_times = self.moments.so_far
         self.watch = Watch(self)
         self.kept = KeptTensors(self)
+        self.noted = Noted(self)
         engine.keeping.give_records = self.kept.give_records
         self.swap = Swap(self)
         self.encoder = Encoder(self)
@@ -121,7 +135,7 @@ class Core:
         self.next_id: Callable[[], int] = itertools.count().__next__
         self._records: dict[int, int] = {}  # storage identity -> record
         self._untimed: deque[tuple[int, Any]] = deque()
-        self.inbox: deque[tuple[Literal["gone", "unsaved"], int] | tuple[Literal["kept"], Kept]] = deque()
+        self.inbox: deque[_Note] = deque()
         self.lock = threading.RLock()
         self.depth = 0
         self.briefly = _Briefly(self)
@@ -188,6 +202,19 @@ class Core:
         if soon or self._many_notes():
             self._take_notes()
 
+    def noted_died(self, kept: Kept, made: weakref.ref[Made]) -> None:
+        """The same, called by a dying saved tensor on something that a noted call makes."""
+        self.inbox.append(("noted", kept, made))
+        if self._many_notes():
+            self._take_notes()
+
+    def note_died(self, readers: Readers, keys: Sequence[int], records: Sequence[int]) -> None:
+        """The same, called by a dying note: see there."""
+        self.inbox.append(("note", readers, keys))
+        self.inbox.extend([("unsaved", record) for record in records])
+        if self._many_notes():
+            self._take_notes()
+
     def _many_notes(self) -> bool:
         return len(self.inbox) >= min(_NOTES, self.engine.ledger.own_handles) or self.closing
 
@@ -217,10 +244,20 @@ class Core:
                     if gone := self.engine.storage_gone(note[1]):
                         self.run(gone)
                     continue
+                if note[0] == "went":
+                    self.noted.went(note[1])
+                    continue
+                if note[0] == "note":
+                    self.noted.note_died(note[1], note[2])
+                    continue
                 if self._untimed:
                     self._time_ops(wait=self.engine.ledger.own_handles == 1)  # the step is about to be learned from
                 if note[0] == "kept":
+                    read = self.noted.keeps(note[1].key)
+                    out = self.engine.unsaved_kept(note[1], time.perf_counter_ns(), read)
+                elif note[0] == "noted":
                     out = self.engine.unsaved_kept(note[1], time.perf_counter_ns())
+                    self.noted.released(note[1], note[2])
                 else:
                     out = self.engine.unsaved(note[1], time.perf_counter_ns())
                 if out:
@@ -237,9 +274,19 @@ class Core:
         """The record of a tensor's storage, if there is one. One that is only counted gets its record by being asked
         for."""
         key = tensor.untyped_storage()._cdata
-        if key in self.engine.keeping.storages:
-            self.engine.keeping.end()
+        if key in self.engine.keeping.storages or self.noted.knows(key):
+            self.kept.give_records()
         return self._records.get(key)
+
+    @property
+    def has_recipes(self) -> bool:
+        """Whether something may be made again, which a write could spoil."""
+        return bool(self.engine.ledger.ops) or self.noted.any
+
+    def minds(self, tensor: Tensor) -> bool:
+        """Whether a write into the tensor may have to be known."""
+        key = tensor.untyped_storage()._cdata
+        return key in self._records or self.noted.knows(key)
 
     def record_at(self, key: int) -> int | None:
         """The record of the storage with that identity, if it has one now."""
@@ -420,8 +467,9 @@ class Core:
         if self.moments is not None and self.engine.learner.recorded:
             self.moments.saw(self.engine.learner.log)
 
-    def fetch(self, handle: int, view: View) -> Tensor:
-        """What a handle stands for, brought back if need be and ready for the current stream.
+    def fetch(self, handle: int, view: View, told: bool = False) -> Tensor:
+        """What a handle stands for, brought back if need be and ready for the current stream. `told`: the engine has
+        heard of the need.
 
         The tensor is made while the record is pinned. A storage that only Delta refers to is free to be wiped the
         moment it is let go of, and the end of a copy out that was under way all along lets go of it.
@@ -432,7 +480,10 @@ class Core:
             self.find_used()
         now_ns = time.perf_counter_ns()
         self._host_step_ns = now_ns - self._step_began_ns
-        needs = self.engine.need(handle, now_ns, torch._C._current_graph_task_id() != -1)
+        if told:
+            needs = self.engine.lent(handle, now_ns)
+        else:
+            needs = self.engine.need(handle, now_ns, torch._C._current_graph_task_id() != -1)
         self._note_moment()
         record = self.engine.ledger.resolve(handle)
         try:
@@ -448,6 +499,13 @@ class Core:
             self.run(self.engine.served(handle))
             self.attached.given_out(record)
             self.go_on()
+
+    def lend(self, record: int) -> None:
+        """Have what a replay reads at hand; `Engine.served` ends that."""
+        self.run(self.engine.lent(record, time.perf_counter_ns()))
+        record = self.engine.ledger.resolve(record)
+        if not self.engine.ledger.records[record].held:
+            self.rematerialiser.bring_back(record)
 
     def find_used(self) -> None:
         """Tell the engine which saved storages the program, or backward, uses still."""
@@ -506,6 +564,12 @@ class Core:
 
     # -- instructions ---------------------------------------------------------------------------------------------
     def run(self, instructions: Iterable[Instruction]) -> None:
+        """Carry them out, and take in what came of it."""
+        self.carry_out(instructions)
+        if not self._draining and self.inbox:
+            self._drain()
+
+    def carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Hold(record):
@@ -533,8 +597,6 @@ class Core:
                     self._preserve(record)
                 case Forget(record):
                     self._forget(record)
-        if not self._draining and self.inbox:
-            self._drain()
 
     def hold(self, record: int) -> None:
         """Take a reference to a storage that is alive."""
@@ -616,6 +678,7 @@ class Core:
         finished.clear()
         self.attached.step_ended()
         self.kept.step_ended()
+        self.noted.step_ended()
         self.timeline.flush()
 
     def sample(self) -> None:

@@ -19,6 +19,7 @@ from delta.errors import DeltaError, StorageModifiedError
 from delta.learner import ANY_LOOK
 from delta.runtime.handle import LET_GO, Handle, handle_of
 from delta.runtime.kept import KeptTensor, signature_of
+from delta.runtime.note import NotedTensor
 from delta.runtime.split import may_split, split
 from delta.runtime.versions import over, without_graph
 from delta.runtime.view import is_plain
@@ -46,7 +47,7 @@ class Hooks:
         self._core = core
         self._elsewhere: torch.device | None = None  # where a tensor was saved that is not looked after
 
-    def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | Passed:
+    def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | NotedTensor | Passed:
         core = self._core
         if not self._wanted(tensor):
             return Passed(tensor)
@@ -86,7 +87,7 @@ class Hooks:
             del tensor
         self._core.at_pack()
 
-    def unpack(self, packed: Handle | Watched | KeptTensor | Passed) -> Tensor:
+    def unpack(self, packed: Handle | Watched | KeptTensor | NotedTensor | Passed) -> Tensor:
         if type(packed) is Passed:
             if self._elsewhere is not None:
                 if self.all_elsewhere is not None:
@@ -103,6 +104,11 @@ class Hooks:
         if type(packed) is KeptTensor:
             if packed.taken is None:
                 return self._kept(packed)
+            packed = packed.taken
+        if type(packed) is NotedTensor:
+            if packed.taken is None and (found := self._noted(packed)) is not None:
+                return _for_its_node(packed, found)
+            assert packed.taken is not None
             packed = packed.taken
         assert type(packed) is Handle
         if packed.is_done:
@@ -127,6 +133,24 @@ class Hooks:
         packed.core.kept.need(packed)
         return tensor if packed.stays else _for_its_node(packed, tensor)
 
+    def _noted(self, packed: NotedTensor) -> Tensor | None:
+        """Its value; None if it has a handle by now."""
+        core = packed.core
+        core.at_unpack()
+        with core.entered():
+            made, kept = packed.made, packed.kept
+            if packed.taken is not None:
+                return None
+            if made is None or kept is None:
+                raise DeltaError(LET_GO)
+            if made.value is not None:
+                _unchanged(made.value, made.value_version)
+            elif (tensor := made.tensor()) is not None:
+                _unchanged(tensor, packed.version)
+            found = core.noted.fetch(packed, made, kept)
+        core.raise_warnings()
+        return found
+
     @property
     def all_elsewhere(self) -> str | None:
         """What to tell the user if autograd has saved tensors, but none on the device that is looked after."""
@@ -150,7 +174,7 @@ class Hooks:
         return not self._core.persistent.holds(tensor, saved=True)
 
 
-def _for_its_node(packed: Handle | KeptTensor, tensor: Tensor) -> Tensor:
+def _for_its_node(packed: Handle | KeptTensor | NotedTensor, tensor: Tensor) -> Tensor:
     """The value, for which the node's call may be split."""
     if packed.core.engine.policy.splits(tensor.untyped_storage().nbytes()) and may_split():
         split(packed, tensor)

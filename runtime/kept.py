@@ -15,6 +15,7 @@ from torch import Tensor
 
 from delta.keeping import Kept
 from delta.runtime.handle import Handle, handle_of
+from delta.runtime.note import NotedTensor
 from delta.runtime.slots import Slot
 from delta.runtime.versions import within_op, without_graph
 from delta.types import Action, Kind
@@ -61,7 +62,7 @@ class KeptTensors:
         self._engine = core.engine
         self._tensors: list[weakref.ref[KeptTensor]] = []
 
-    def pack(self, tensor: Tensor) -> KeptTensor | Handle | None:
+    def pack(self, tensor: Tensor) -> KeptTensor | NotedTensor | Handle | None:
         """What autograd gets in place of a tensor that the plan keeps, or drops at once; None if more has to be done
         than that."""
         core, engine = self._core, self._engine
@@ -76,11 +77,15 @@ class KeptTensors:
                 return None
             core.device.computes()
             record = core.record_at(key)
-            if core.gauge.closely or (core.gauge.on and record is not None):
-                core.gauge.look()
             routine = engine.learner.routine
-            if routine is None or order not in routine.dropped:
+            assert routine is not None
+            drops = order in routine.dropped
+            if core.gauge.closely or (core.gauge.on and (drops or record is not None)):
+                core.gauge.look()
+            if not drops:
                 return self._kept(order, tensor, storage, record, signature)
+        if order in routine.noted and (noted := core.noted.pack(order, tensor, signature)) is not None:
+            return noted
         return self._dropped(order, tensor, storage, record, signature)
 
     def _kept(
@@ -147,6 +152,7 @@ class KeptTensors:
             if packed is not None and packed.kept is not None:
                 with within_op():
                     self._take(packed, packed.kept)
+        self._core.noted.give_records()
         if self._core.engine.step_ends.needed:
             self._core.find_used()
 

@@ -25,7 +25,7 @@ from delta.runtime.opfacts import OpFacts
 from delta.runtime.settings import Settings, current, under
 from delta.runtime.view import View
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
 
@@ -146,7 +146,7 @@ def replay(
         under(recipe.settings),
         torch.enable_grad(),  # some ops look at the mode; nothing is tracked below autograd
         torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
+        torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS),
     ):
         overwritten = {recipe.inputs[index].record for index in written}
         for entry in recipe.inputs:
@@ -160,7 +160,7 @@ def replay(
         if statistics is not None:
             made = recipe.products[batch_norm.OUTPUT]
             return {made.record: _check(recipe, made, [batch_norm.output(args, *statistics)], tensors)}
-        result = results_of(_run_seeded(recipe, args, kwargs))
+        result = results_of(run_seeded(recipe.func, recipe.generator, recipe.generator_state, args, kwargs))
     return {product.record: _check(recipe, product, result, tensors) for product in recipe.products}
 
 
@@ -174,15 +174,18 @@ def _statistics(recipe: Recipe, left: Mapping[int, torch.UntypedStorage]) -> lis
     return [product.view.over(left[product.record]) for product in needed]
 
 
-def _run_seeded(recipe: Recipe, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if recipe.generator is None or recipe.generator_state is None:
-        return recipe.func(*args, **kwargs)
-    now = recipe.generator.get_state()
-    recipe.generator.set_state(recipe.generator_state)
+def run_seeded(
+    func: OpOverload, generator: torch.Generator | None, state: Tensor | None, args: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run a call that draws from the generator in that state; the generator is left as it is now."""
+    if generator is None or state is None:
+        return func(*args, **kwargs)
+    now = generator.get_state()
+    generator.set_state(state)
     try:
-        return recipe.func(*args, **kwargs)
+        return func(*args, **kwargs)
     finally:
-        recipe.generator.set_state(now)
+        generator.set_state(now)
 
 
 def _check(recipe: Recipe, product: Product, result: list[Tensor], inputs: list[Tensor]) -> torch.UntypedStorage:
@@ -191,9 +194,14 @@ def _check(recipe: Recipe, product: Product, result: list[Tensor], inputs: list[
     assert product.result is not None
     found = View.of(result[product.result]) if product.result < len(result) else None
     if found != product.view or result[product.result].untyped_storage().nbytes() != product.nbytes:
-        raise RecomputeMismatchError(
-            f"replaying {recipe.facts.name} gave {found}, recorded was {product.view} ({product.nbytes} bytes). "
-            "The op does not give the same result twice: keep what it makes with a rule such as "
-            f'{{op: "{recipe.facts.name}", action: keep}} in the policy, and please report it.'
-        )
+        raise mismatch(recipe.facts.name, found, product.view, product.nbytes)
     return result[product.result].untyped_storage()
+
+
+def mismatch(op: str, found: View | None, recorded: View, nbytes: int) -> RecomputeMismatchError:
+    """What to raise where a replay gave something else than what was `recorded`."""
+    return RecomputeMismatchError(
+        f"replaying {op} gave {found}, recorded was {recorded} ({nbytes} bytes). The op does not give the same result "
+        f'twice: keep what it makes with a rule such as {{op: "{op}", action: keep}} in the policy, and please report '
+        "it."
+    )

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.routine import Way
+from delta.runtime import batch_norm
 from delta.runtime.compiled import never_compiled
 from delta.runtime.opfacts import OpFacts, cudnn_searches, facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
@@ -65,7 +66,7 @@ class Recorder(TorchDispatchMode):
         if facts.idle:
             return func(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:
-            if facts.writes and core.engine.ledger.ops:
+            if facts.writes and core.has_recipes:
                 return self._watch(func, facts, args, kwargs)
             return func(*args, **kwargs)
         learner, keep_track = core.engine.learner, False
@@ -75,12 +76,14 @@ class Recorder(TorchDispatchMode):
             way = learner.routine.way(func) if learner.routine is not None else Way.RECORD
             if way is None:
                 way = self._unexpected()
-            if way is Way.RECORD:
+            if way is Way.NOTE and core.noted.on:
+                return self._note(func, facts, args, kwargs)
+            if way is not Way.PASS:
                 return self._record(func, facts, args, kwargs)
             watched = facts.writes
         else:
             keep_track = learner.in_step
-            watched = keep_track or (facts.writes and bool(core.engine.ledger.ops))
+            watched = keep_track or (facts.writes and core.has_recipes)
         return self._watch(func, facts, args, kwargs, keep_track) if watched else self._pass(func, args, kwargs)
 
     def _pass(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -103,8 +106,7 @@ class Recorder(TorchDispatchMode):
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
         written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
-        known = (core.record_at(tensor.untyped_storage()._cdata) for tensor in written)
-        if not keep_track and all(record is None for record in known):
+        if not keep_track and not any(map(core.minds, written)):
             return self._pass(func, args, kwargs)
         with core.entered():
             preserved = core.writes.begin(written)
@@ -146,6 +148,30 @@ class Recorder(TorchDispatchMode):
             if routine is None:
                 core.engine.called(func, made=bool(products))
             core.writes.settle(new_versions)
+        return result
+
+    def _note(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op whose replay nobody but the runtime has to know of."""
+        core, routine = self._core, self._core.engine.routine
+        statistics = facts.statistics_written(args)
+        call = strip(without_statistics(args, statistics), kwargs)
+        reads = core.noted.reads(call.tensors)
+        if reads is None or routine is None or any(core.minds(args[position]) for position in statistics):
+            return self._record(func, facts, args, kwargs)
+        cost_ns = routine.cost_ns or 0
+        generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
+        refusals = facts.refusals(core.device)
+        result = self._pass(func, args, kwargs)
+        results = results_of(result)
+        if not core.noted.on or not self._replayable(facts, results, generator, refusals):
+            return result
+        core.device.computes()
+        if core.gauge.closely:
+            core.hear()
+            core.gauge.look()
+        note = core.noted.add(func, facts, call, reads, generator, state, cost_ns, results)
+        if func is batch_norm.OP:
+            core.noted.by_statistics(note, core.trials.again_ns(func, args, results))
         return result
 
     def _again_ns(

@@ -26,6 +26,7 @@ from delta.runtime.rawmem import sole_owner
 if TYPE_CHECKING:
     from delta.runtime.handle import Handle
     from delta.runtime.kept import KeptTensor
+    from delta.runtime.note import NotedTensor
 
 _NODE = "ConvolutionBackward0"
 _OP = torch.ops.aten.convolution_backward.default
@@ -53,7 +54,7 @@ def may_split() -> bool:
     return asks_alone(_NODE) and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def split(handle: Handle | KeptTensor, given: Tensor) -> None:
+def split(handle: Handle | KeptTensor | NotedTensor, given: Tensor) -> None:
     """To be called last before `given`, the value of `handle`, goes to the node: the node's call will be split."""
     torch._C._push_on_torch_dispatch_stack(_Split(handle, given.untyped_storage()._cdata))
 
@@ -63,7 +64,7 @@ class _Split(TorchDispatchMode):
     empty and the dispatcher takes it not to be, and no op can run: a handle must not die then.
     """
 
-    def __init__(self, handle: Handle | KeptTensor, key: int) -> None:
+    def __init__(self, handle: Handle | KeptTensor | NotedTensor, key: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handle = weakref.ref(handle)  # its node has it until the gradients have been computed
         self._key = key

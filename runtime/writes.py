@@ -70,9 +70,13 @@ class Writes:
         for source in op.inputs:
             if self._core.slots[source].written_unseen:
                 self._core.engine.written_unseen()
-                raise StorageModifiedError(
-                    f"a dropped tensor cannot be made again: {op.name} would read "
-                    f"{self._core.engine.ledger[source].nbytes} bytes that were written after forward where Delta does "
-                    "not see it (by another thread, by C++ code in backward, or in backward for the first time). Write "
-                    "them after backward, or write into a clone."
-                )
+                raise refusal(op.name, self._core.engine.ledger[source].nbytes)
+
+
+def refusal(op: str, nbytes: int) -> StorageModifiedError:
+    """What to raise where an op to be replayed would read what has been written since."""
+    return StorageModifiedError(
+        f"a dropped tensor cannot be made again: {op} would read {nbytes} bytes that were written after forward where "
+        "Delta does not see it (by another thread, by C++ code in backward, or in backward for the first time). Write "
+        "them after backward, or write into a clone."
+    )

@@ -506,7 +506,7 @@ def test_what_comes_between_two_steps_now_and_then_ends_no_routine(afterwards, t
     assert all(torch.equal(a, b) for a, b in zip(plain, evicted, strict=True))
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "recorded")
 def test_under_a_routine_no_op_is_timed(monkeypatch):
     chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
     with delta.evict(activations="60%", policy=chosen, device="cpu") as run:
@@ -524,7 +524,7 @@ def test_under_a_routine_no_op_is_timed(monkeypatch):
         loss.backward()
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "recorded")
 def test_under_a_routine_few_ops_are_recorded_and_the_limit_holds():
     chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
     with delta.evict(activations="60%", policy=chosen, device="cpu") as run:

@@ -221,6 +221,7 @@ class Refused(RuntimeError):
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")  # of a step that saves more than was planned for
 def test_the_recorder_is_back_after_a_backward_that_failed():
     training = Training()
 
@@ -237,6 +238,7 @@ def test_the_recorder_is_back_after_a_backward_that_failed():
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")  # of a step that saves more than was planned for
 def test_what_an_optimizer_was_about_to_write_is_forgotten_when_it_fails():
     training = Training()
 

@@ -1,0 +1,152 @@
+"""Replays of noted calls: those missing for what is asked for, in the order in which they ran."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from delta.runtime import batch_norm
+from delta.runtime.modes import only_lowest
+from delta.runtime.note import Made, Note, Read
+from delta.runtime.recompute import AUTOCAST_KEYS, fill, mismatch, results_of, run_seeded
+from delta.runtime.settings import under
+from delta.runtime.view import View
+from delta.runtime.writes import refusal
+
+if TYPE_CHECKING:
+    from delta.runtime.core import Core
+
+
+class MadeAgain:
+    """Walks along notes; an explicit list, no recursion (rule 7). All calls come from inside `Core.entered`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._engine = core.engine
+
+    def bring_back(self, wanted: Note) -> bool:
+        """Replay what is missing for what a note makes. False if that has no room: the engine has to find some.
+
+        RecomputeMismatchError where a replay differs; StorageModifiedError where it would read what has been written.
+        """
+        core, engine = self._core, self._engine
+        walk, there = [wanted], []
+        uses: dict[Made, int] = {}  # how many of the walk are still to read it
+        for note in walk:
+            for made in _made_by_others(note):
+                if made not in uses:
+                    found = made.found()
+                    if found is not None:
+                        there.append(found)  # it may not die before it is read
+                    elif made.note not in walk:
+                        walk.append(made.note)
+                uses[made] = uses.get(made, 0) + 1
+        walk.sort(key=lambda note: note.number)
+        records = list(dict.fromkeys([record for note in walk for record in note.records]))
+        lent = []
+        try:
+            for record in records:
+                lent.append(record)
+                core.lend(record)
+            return not core.noted.given and self._replay_all(walk, uses)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            for made in uses:
+                if not made.asked_for:
+                    made.value = None
+            for record in lent:
+                core.run(engine.served(record))
+
+    def _replay_all(self, walk: list[Note], uses: dict[Made, int]) -> bool:
+        core, engine = self._core, self._engine
+        passing_bytes = 0
+        for note in walk:
+            if not engine.expected.fits(passing_bytes + note.nbytes):
+                return False
+            began_ns = core.begins()
+            made_now = self._replay(note)
+            ended_ns = time.perf_counter_ns()
+            core.spent(ended_ns - began_ns)
+            core.rematerialiser.spent_ns += ended_ns - began_ns
+            nbytes = 0
+            for made in made_now:
+                nbytes += made.nbytes
+                if made.kept is not None and made.kept.users:
+                    engine.keeping.came_back(made.kept)
+                elif made in uses:
+                    passing_bytes += made.nbytes
+                else:
+                    made.value = None
+            engine.ledger.note_peak(passing_bytes)
+            engine.totals.recomputed_bytes += nbytes
+            for made in _made_by_others(note):
+                uses[made] -= 1
+                if not uses[made] and made.value is not None and not made.asked_for:
+                    made.value = None
+                    passing_bytes -= made.nbytes
+            if core.timeline.active:
+                saved = [made.kept.record for made in made_now if made.kept is not None]
+                told = {"record": saved[0] if saved else note.number, "nbytes": nbytes, "op": note.facts.name}
+                core.emit("recomputed", start_ns=began_ns, end_ns=ended_ns, **told)
+        return True
+
+    def _replay(self, note: Note) -> list[Made]:
+        """Run the call once more, by the algorithm of the first time; what it has made that was not there."""
+        device, facts = self._core.device, note.facts
+        refusals = facts.refusals(device)
+        with (
+            only_lowest(self._core.modes_below),
+            under(note.settings),
+            torch.enable_grad(),  # as in `recompute.replay`
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS),
+        ):
+            results = self._run(note)
+        if facts.refusals(device) != refusals:
+            raise torch.OutOfMemoryError(f"replaying {facts.name} found no memory for its algorithm")
+        made_now = []
+        for made, value in zip(note.results, results, strict=False):
+            if made is not None and made.found() is None:
+                found = View.of(value)
+                if found != made.view or value.untyped_storage().nbytes() != made.nbytes:
+                    raise mismatch(facts.name, found, made.view, made.nbytes)
+                made.came_back(value)
+                made_now.append(made)
+        return made_now
+
+    def _run(self, note: Note) -> list[Tensor]:
+        tensors = [self._tensor(note, read) for read in note.reads]
+        args = [fill(arg, tensors) for arg in note.args]
+        statistics = [view.over(storage) for ref, view in note.statistics if (storage := ref()) is not None]
+        if len(statistics) == 2:  # they are there, and give the output
+            return [batch_norm.output(args, *statistics)]
+        kwargs = {name: fill(arg, tensors) for name, arg in note.kwargs.items()}
+        return results_of(run_seeded(note.func, note.generator, note.state, args, kwargs))
+
+    def _tensor(self, note: Note, read: Read) -> Tensor:
+        """An argument."""
+        if read.tensor is not None:
+            if read.tensor._version != read.version:
+                self._refuse(note, read.tensor.untyped_storage().nbytes())
+            return read.tensor
+        if read.made is not None:
+            found = read.made.found()
+            assert found is not None
+            return found if read.view is None else read.view.over(found.untyped_storage())
+        record = self._engine.ledger.resolve(read.record)
+        if self._core.slots[record].written_unseen:
+            self._refuse(note, self._engine.ledger[record].nbytes)
+        assert read.view is not None
+        return read.view.over(self._core.ready(record))
+
+    def _refuse(self, note: Note, nbytes: int) -> None:
+        self._engine.written_unseen()
+        raise refusal(note.facts.name, nbytes)
+
+
+def _made_by_others(note: Note) -> list[Made]:
+    return [read.made for read in note.reads if read.made is not None]

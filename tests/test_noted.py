@@ -1,0 +1,651 @@
+"""Calls that a plan replays and the ledger need not know: which they are, what they cost nobody, and that no value is
+lost when more has to be known after all."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_kept import assert_same, counted, fresh, gradients, loss_of, plain, steady
+from test_learner import plan_of
+from test_routine import chain
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import delta
+from delta.errors import RecomputeMismatchError, StorageModifiedError
+from delta.expected import Expected
+from delta.keeping import Keeping, Kept
+from delta.learner import Learner
+from delta.ledger import Ledger
+from delta.planner import Plan
+from delta.planner.steplog import StepGraph
+from delta.routine import Way, noted_ops
+from delta.runtime import batch_norm
+from delta.runtime.core import Core
+from delta.runtime.made_again import MadeAgain
+from delta.runtime.note import NotedTensor
+from delta.runtime.recorder import Recorder
+from delta.types import Action
+
+KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),  # of steps that save more than was planned for
+]
+Between = Callable[[int, Tensor], Tensor]
+
+
+# -- which ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("saved", "actions", "expected"),
+    [
+        ([1, 2, 3], [KEEP, KEEP, KEEP], set()),
+        ([1, 2, 3], [KEEP, KEEP, RECOMPUTE], {2}),
+        # 3 is made out of 1, through 2, which nobody saved.
+        ([1, 3], [KEEP, RECOMPUTE], {1, 2}),
+        # What it reads may come and go, if it is saved by then.
+        ([1, 2, 3], [KEEP, SWAP, RECOMPUTE], {2}),
+        ([1, 2, 3], [KEEP, ENCODE, RECOMPUTE], {2}),
+        ([1, 2, 3, 4], [KEEP, RECOMPUTE, SWAP, RECOMPUTE], {1, 3}),
+        # What begins the step is not, and neither is what is made from it when that has gone.
+        ([1, 2, 4], [RECOMPUTE, RECOMPUTE, RECOMPUTE], set()),
+    ],
+)
+def test_the_ledger_need_not_know_of_what_goes_at_its_save(saved, actions, expected) -> None:
+    orders = tuple(order if action in (KEEP, RECOMPUTE) else -1 for order, action in enumerate(actions))
+    assert noted_ops(chain(saved), plan_of(actions), orders, saved) == expected
+
+
+def test_it_has_to_know_of_what_comes_and_goes() -> None:
+    graph, plan = chain([1, 2, 3]), plan_of([KEEP, RECOMPUTE, RECOMPUTE])
+    assert noted_ops(graph, plan, (0, 1, 2), [1, 2, 3]) == {1, 2}
+    assert noted_ops(graph, plan, (0, 1, -1), [1, 2, 3]) == set(), "more is done with 3, which is made from 2"
+    assert noted_ops(graph, plan, (0, -1, 2), [1, 2, 3]) == set(), "3 is made from what comes and goes"
+    swapped = plan_of([KEEP, SWAP, RECOMPUTE])
+    assert noted_ops(graph, swapped, (0, -1, 2), [1, 3, 3]) == set(), "2 is saved only after 3 has been made from it"
+
+
+@pytest.mark.parametrize("change", [{"replayable": False}, {"overwrites": (2,)}])
+def test_it_has_to_know_of_what_is_written_or_cannot_be_replayed(change) -> None:
+    graph, plan = chain([1, 2, 3, 4]), plan_of([KEEP, RECOMPUTE, RECOMPUTE, RECOMPUTE])
+    ops = list(graph.ops)
+    ops[2] = replace(ops[2], **change)
+    changed: StepGraph = replace(graph, ops=tuple(ops))
+    found = noted_ops(changed, plan, (0, 1, 2, 3), [1, 2, 3, 4])
+    assert found == set(), "2 is read by the one that is recorded, and 4 is made from what that makes"
+
+
+# -- the count --------------------------------------------------------------------------------------------------------
+def numbers(keeping: Keeping) -> tuple[int, int, int]:
+    ledger = keeping._ledger
+    ledger.validate()
+    return ledger.own_handles, ledger.resident_bytes, ledger.unevicted_bytes
+
+
+def test_what_has_gone_counts_while_it_is_there() -> None:
+    keeping = Keeping(Ledger(), Learner(0, None))
+    kept = Kept(key=7, record=3, nbytes=40, order=1, saved_ns=5, noted=True)
+    keeping.first(kept, 0, 0)
+    keeping.again(kept, 0)
+    assert numbers(keeping) == (2, 40, 40) and keeping.any
+    keeping.went(kept)
+    keeping.went(kept)
+    assert numbers(keeping) == (2, 0, 40)
+    keeping.came_back(kept)
+    keeping.came_back(kept)
+    assert numbers(keeping) == (2, 40, 40)
+    keeping.released(kept)
+    assert numbers(keeping) == (1, 40, 40)
+    keeping.released(kept)
+    assert numbers(keeping) == (0, 0, 0) and not keeping.any
+
+
+def test_what_a_note_reads_counts_until_it_is_read_no_more() -> None:
+    keeping = Keeping(Ledger(), Learner(0, None))
+    read, other = (Kept(key, key, 40, order, 5) for order, key in enumerate((7, 8)))
+    for kept in (read, other):
+        keeping.first(kept, 0, 0)
+    keeping.released(read, read=True)
+    keeping.released(other)
+    assert numbers(keeping) == (0, 40, 0)
+    keeping.unread(8)
+    assert numbers(keeping) == (0, 40, 0)
+    keeping.unread(7)
+    assert numbers(keeping) == (0, 0, 0)
+
+
+def test_what_gets_its_record_is_counted_there_alone() -> None:
+    keeping = Keeping(Ledger(), Learner(0, None))
+    read = Kept(7, 7, 40, 0, 5)
+    there, gone = (Kept(key, key, 40, order, 5, noted=True) for order, key in ((1, 8), (2, 9)))
+    for kept in (read, there, gone):
+        keeping.first(kept, 0, 0)
+    keeping.released(read, read=True)
+    keeping.went(gone)
+    keeping.list_all()
+    assert numbers(keeping) == (0, 0, 0)
+    for kept in (read, there, gone):
+        keeping.went(kept)
+        keeping.unread(kept.key)
+    assert numbers(keeping) == (0, 0, 0), "notes from before"
+
+
+# -- in a training ----------------------------------------------------------------------------------------------------
+def nothing_left(core: Core) -> None:
+    keeping, ledger, noted = core.engine.keeping, core.engine.ledger, core.noted
+    assert (counted(core), ledger.handles, ledger.resident_bytes, ledger.unevicted_bytes) == (0, 0, 0, 0)
+    assert not keeping.noted and not keeping.lingering and not noted._readers and not noted._made and not core.inbox
+
+
+@pytest.mark.parametrize("device", ["cpu", "chaos:3", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("policy", ["recompute", "delta"])
+def test_a_known_step_is_replayed_without_records(policy: str, device: str) -> None:
+    expected, net = plain(device=device), fresh(device)
+    with steady(net, policy, device) as core:
+        engine = core.engine
+        before, steps = dict(engine.totals.evictions), engine.totals.steps
+        routine, recomputed = engine.routine, engine.totals.recomputed_bytes
+        assert routine is not None
+        loss = loss_of(net)
+        counted(core)
+        assert not engine.ledger.ops
+        assert {kept.order for kept in engine.keeping.noted} == routine.noted
+        assert policy == "delta" or routine.noted
+        loss.backward()
+        nothing_left(core)
+        assert engine.totals.steps == steps + 1 and engine.routine is not None
+        went = engine.totals.evictions.get("recompute", 0) - before.get("recompute", 0)
+        assert went == len(routine.dropped)
+        assert (engine.totals.recomputed_bytes > recomputed) is bool(routine.noted)
+    assert_same(gradients(net), expected)
+
+
+def test_nothing_of_a_step_outlives_it() -> None:
+    """Neither a note nor what it reads is part of a cycle."""
+    net = fresh()
+    with steady(net) as core:
+        gc.collect()
+        gc.disable()
+        try:
+            loss = loss_of(net)
+            notes = list(core.noted._notes)
+            made = [weakref.ref(each) for each in core.noted._made.values()]
+            assert notes and all(ref() is not None for ref in made)
+            loss.backward()
+            del loss
+            assert not any(ref() for ref in (*notes, *made))
+        finally:
+            gc.enable()
+        nothing_left(core)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "both"])
+@pytest.mark.parametrize("index", [0, 2, 4, 7])
+def test_each_gets_its_record_when_more_has_to_be_known(index: int, when: str) -> None:
+    expected, net, given = plain(), fresh(), []
+    with steady(net) as core:
+
+        def give(_: Tensor | None = None) -> None:
+            before = core.engine.step_unevicted_peak_bytes
+            with core.entered():
+                core.engine.keeping.end()
+            core.engine.ledger.validate()
+            assert core.engine.step_unevicted_peak_bytes == before
+            given.append(len(core.engine.ledger.ops))
+
+        def between(at: int, x: Tensor) -> Tensor:
+            if at == index:
+                if when != "backward":
+                    give()
+                if when != "forward":
+                    x.register_hook(give)
+            return x
+
+        loss = loss_of(net, between)
+        counted(core)
+        loss.backward()
+        counted(core)
+        assert core.engine.ledger.handles == 0
+        if when != "backward" and index:
+            assert given[0], "recipes in place of notes"
+        for _ in range(2):  # a step later all is as it was
+            assert_same(gradients(net), expected)
+            loss_of(net).backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+
+
+def test_all_that_can_go_goes_in_the_middle() -> None:
+    expected, net = plain(), fresh()
+
+    def between(index: int, x: Tensor) -> Tensor:
+        if index in (2, 5):
+            core.rescue()
+            counted(core)
+            x.register_hook(lambda _: core.rescue())
+        return x
+
+    with steady(net) as core:
+        loss_of(net, between).backward()
+        counted(core)
+    assert_same(gradients(net), expected)
+
+
+def test_without_room_the_engine_finds_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, net, asked = plain(), fresh(), []
+    with steady(net):
+        monkeypatch.setattr(Expected, "fits", lambda *args: asked.append(args) or False)
+        needs: list[int] = []
+        end = Learner.end
+
+        def noted(learner: Learner, *args: Any) -> None:
+            needs.append(len(learner.log.needs))
+            end(learner, *args)
+
+        monkeypatch.setattr(Learner, "end", noted)
+        loss_of(net).backward()
+        assert len(asked) == 1, "from then on all is recorded"
+        monkeypatch.undo()
+        monkeypatch.setattr(Learner, "end", noted)
+        assert_same(gradients(net), expected)
+        for _ in range(2):
+            loss_of(net).backward()
+            assert_same(gradients(net), expected)
+        assert len(set(needs)) == 1, "each is told of once"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_replay_that_finds_no_memory_is_the_engine_s(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, net, failed, replay = plain(), fresh(), [], MadeAgain._replay
+
+    def refused(again: MadeAgain, *args: Any) -> Any:
+        if len(failed) < times:
+            failed.append(1)
+            raise torch.OutOfMemoryError("none")
+        return replay(again, *args)
+
+    with steady(net) as core:
+        monkeypatch.setattr(MadeAgain, "_replay", refused)
+        for _ in range(4):
+            loss_of(net).backward()
+            counted(core)
+            assert_same(gradients(net), expected)
+        assert len(failed) == times or core.engine.routine is None
+
+
+def test_a_replay_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = fresh()
+
+    def told() -> str:
+        try:
+            loss_of(net).backward()
+        except RecomputeMismatchError as error:
+            return str(error)
+        return ""
+
+    with steady(net) as core:
+        monkeypatch.setattr("delta.runtime.made_again.run_seeded", lambda *_: torch.zeros(3))
+        assert "does not give the same result twice" in told()
+        torch.ones(1, requires_grad=True).sum().backward()  # autograd's queue still has what was to come next
+        gc.collect()
+        core.hear()
+        assert core.engine.ledger.handles == 0
+
+
+@contextmanager
+def swapping(net: nn.Module) -> Iterator[Core]:
+    """As `steady`, but what the plan would keep is swapped, and fetched when it is needed."""
+    with delta.evict(
+        activations="60%", policy=delta.load_policy("delta", {"filter.min_bytes": 0}), device="cpu"
+    ) as run:
+        core = run._core
+        assert core is not None
+        learner, made = core.engine.learner, core.engine.learner.make_plan
+        assert made is not None
+
+        def make_plan(*args: Any) -> Plan:
+            plan = made(*args)
+            return replace(plan, actions=tuple(SWAP if each is KEEP else RECOMPUTE for each in plan.actions))
+
+        learner.make_plan = make_plan
+        for _ in range(10):
+            loss_of(net).backward()
+            net.zero_grad()
+        yield core
+
+
+def records_read(core: Core) -> set[int]:
+    """Those that the notes of the step under way have a handle on."""
+    notes = [note for ref in core.noted._notes if (note := ref()) is not None]
+    return {record for note in notes for record in note.records}
+
+
+def test_what_is_read_may_be_on_the_host() -> None:
+    """Then the note has a handle on it: it is brought back for a replay, and lives as long as it may be read."""
+    expected, net = plain(), fresh()
+    with swapping(net) as core:
+        routine, engine = core.engine.routine, core.engine
+        assert routine is not None and routine.noted
+        steps = engine.totals.steps
+        loss = loss_of(net)
+        assert records_read(core), "the plan swaps something that is read"
+        counted(core)
+        loss.backward()
+        nothing_left(core)
+        assert engine.totals.steps == steps + 1, "the last note to die ends the step"
+        assert_same(gradients(net), expected)
+
+        loss = loss_of(net)
+        with core.entered():
+            engine.keeping.end()
+        engine.ledger.validate()
+        loss.backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+
+
+class Drawn(nn.Module):
+    """Dropout and batch norm, with things in between that nobody saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(5))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(5))
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        for index, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            x = F.dropout(F.gelu(norm(layer(x)) + 1.0), 0.25).neg().exp()
+            if between is not None:
+                x = between(index, x)
+        return x
+
+
+def drawn_loss(net: nn.Module) -> Tensor:
+    torch.manual_seed(3)
+    loss: Tensor = net(torch.randn(3, 4, 8, 8)).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("share", ["60%", "50%"])
+def test_what_draws_random_numbers_and_what_takes_statistics(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(net: nn.Module) -> list[Tensor]:
+        return [*gradients(net), *(each.clone() for each in net.buffers()), torch.get_rng_state()]
+
+    torch.manual_seed(1)
+    net, same = Drawn(), Drawn()
+    same.load_state_dict(net.state_dict())
+    by_statistics, output = [], batch_norm.output
+    monkeypatch.setattr(batch_norm, "output", lambda *args: by_statistics.append(1) or output(*args))
+    policy = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    ways: set[Way] = set()
+    with delta.evict(activations=share, policy=policy, device="cpu") as run:
+        assert run._core is not None
+        for _ in range(14):
+            drawn_loss(same).backward()
+            drawn_loss(net).backward()
+            assert_same(state(net), state(same))
+            if run._core.engine.routine is not None:
+                ways |= set(run._core.engine.routine.ways)
+    assert Way.NOTE in ways
+    assert len(by_statistics) > 6
+
+
+class Holding(nn.Module):
+    """The program keeps what its layers make until backward has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(8))
+        self.held: list[Tensor] = []
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x)).tanh()
+            if between is not None:
+                self.held.append(x)
+        return x
+
+
+def test_the_program_may_still_have_it_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is not made again."""
+    torch.manual_seed(1)
+    net, replayed, replay = Holding(), [], MadeAgain._replay
+    loss_of(net).backward()
+    expected = gradients(net)
+    monkeypatch.setattr(MadeAgain, "_replay", lambda *args: replayed.append(1) or replay(*args))
+    with steady(net) as core:
+        replayed.clear()
+        loss_of(net).backward()
+        usual = len(replayed)
+        assert_same(gradients(net), expected)
+        replayed.clear()
+        loss_of(net, lambda _, x: x).backward()
+        assert len(replayed) < usual
+        net.held.clear()
+        core.hear()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+
+
+# -- writes -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("unseen", [False, True])
+def test_what_is_read_is_as_it_was_after_a_write(unseen: bool) -> None:
+    """One that the recorder sees is met by a clone; one that only the version counter tells of is refused."""
+    torch.manual_seed(1)
+    layers, writes = nn.ModuleList(nn.Linear(24, 24) for _ in range(8)), False
+    shift = torch.ones(16, 24)
+
+    def forward(x: Tensor) -> Tensor:
+        for index, layer in enumerate(layers):
+            x = (layer(x) + shift).sin().tanh()
+            if writes and not unseen and index == 4:
+                with torch.no_grad():
+                    shift.mul_(2.0)
+        return x
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        return forward(torch.randn(16, 24)).square().mean()
+
+    writes = True
+    loss().backward()
+    expected = gradients(layers)
+    writes = False
+    shift.fill_(1.0)
+    with delta.evict(activations="50%", policy=delta.load_policy("recompute", {"filter.min_bytes": 0})) as run:
+        core = run._core
+        assert core is not None
+        for _ in range(8):
+            loss().backward()
+            layers.zero_grad()
+        assert core.engine.routine is not None and core.engine.routine.noted
+        writes = True
+        found = loss()
+        if unseen:
+            assert core.noted.knows(shift.untyped_storage()._cdata)
+            torch._C._autograd._unsafe_set_version_counter((shift,), (5,))
+            with pytest.raises(StorageModifiedError, match="would read"):
+                found.backward()
+            return
+        assert not core.noted.on
+        found.backward()
+    assert_same(gradients(layers), expected)
+
+
+def test_a_write_into_a_saved_tensor_that_went_is_refused_as_ever() -> None:
+    net = fresh()
+
+    def between(index: int, x: Tensor) -> Tensor:
+        if index == 3:
+            y = x.tanh()
+            z = y * 2.0
+            y.add_(1.0)
+            return z
+        return x
+
+    torch.manual_seed(1)
+    policy = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(net, between).backward()
+    net.zero_grad()
+
+    def harmless(index: int, x: Tensor) -> Tensor:
+        return x.tanh() * 2.0 if index == 3 else x
+
+    with delta.evict(activations="40%", policy=policy, device="cpu") as run:
+        for _ in range(8):
+            loss_of(net, harmless).backward()
+        core = run._core
+        assert core is not None and core.engine.routine is not None and core.engine.routine.noted
+        loss = loss_of(net, between)
+        counted(core)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Doubling(torch.autograd.Function):
+    """Writes into the value that it saved, in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spoil: list[bool]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.spoil = spoil
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        if ctx.spoil:
+            x.add_(1.0)
+        return grad * 2.0, None
+
+
+def test_a_value_that_backward_wrote_into_is_given_to_nobody_else() -> None:
+    net, spoil = fresh(), []
+
+    def between(index: int, x: Tensor) -> Tensor:
+        return Doubling.apply(x.tanh(), spoil) if index in (2, 5) else x
+
+    with steady_with(net, between) as core:
+        assert core.engine.routine is not None and core.engine.routine.noted
+        spoil.append(True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss_of(net, between).backward()
+
+
+@contextmanager
+def steady_with(net: nn.Module, between: Between) -> Iterator[Core]:
+    with delta.evict(activations="40%", policy=delta.load_policy("recompute", {"filter.min_bytes": 0})) as run:
+        for _ in range(8):
+            loss_of(net, between).backward()
+            net.zero_grad()
+        assert run._core is not None
+        yield run._core
+
+
+# -- what else there is -----------------------------------------------------------------------------------------------
+def test_under_a_device_budget_each_is_saved_and_needed_after_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, net, looks = plain(), fresh(), []
+    with steady(net) as core:
+        monkeypatch.setattr(core.gauge, "on", True)
+        monkeypatch.setattr(core.gauge, "look", lambda own=False: looks.append(own))
+        loss = loss_of(net)
+        noted = len(core.engine.keeping.noted)
+        assert noted and len(looks) >= noted
+        looks.clear()
+        loss.backward()
+        assert looks.count(False) >= noted and looks.count(True) >= noted
+    assert_same(gradients(net), expected)
+
+
+def test_what_goes_is_let_go_of_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream may be reading it, as it could if autograd had kept it."""
+    net, released = fresh(), []
+    with steady(net) as core:
+        monkeypatch.setattr(core.device, "release", lambda storage, tensors=0: released.append(storage._cdata))
+        loss = loss_of(net)
+        assert len(core.engine.keeping.noted) > 3
+        assert {kept.key for kept in core.engine.keeping.noted} <= set(released)
+        loss.backward()
+
+
+def test_the_recorder_does_not_see_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved tensor may be looked at in forward, where the recorder is on."""
+    expected, net, seen = plain(), fresh(), []
+    dispatch = Recorder._record
+
+    def recorded(self: Recorder, func: Any, *args: Any) -> Any:
+        seen.append(func)
+        return dispatch(self, func, *args)
+
+    with steady(net) as core:
+        loss = loss_of(net)
+        tensors = [each for ref in core.noted._tensors if (each := ref()) is not None and each.taken is None]
+        monkeypatch.setattr(Recorder, "_record", recorded)
+        node, found = loss.grad_fn, []
+        todo = [node]
+        while todo:
+            each = todo.pop()
+            if each is not None and each not in found:
+                found.append(each)
+                todo += [following for following, _ in each.next_functions]
+        looked_at = [each._saved_result for each in found if hasattr(each, "_saved_result")]
+        assert tensors and looked_at and not seen
+        del looked_at, tensors, todo, found, node, each
+        loss.backward()
+        counted(core)
+    assert_same(gradients(net), expected)
+
+
+def test_a_graph_that_is_kept_is_replayed_twice() -> None:
+    net = fresh()
+    loss_of(net).backward()
+    loss = loss_of(net)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = gradients(net)
+    with steady(net) as core:
+        loss_of(net).backward()
+        loss = loss_of(net)
+        loss.backward(retain_graph=True)
+        counted(core)
+        loss.backward()
+        del loss
+        assert counted(core) == 0
+        assert core.engine.ledger.handles == 0
+    assert_same(gradients(net), expected)
+
+
+def test_backward_may_end_after_the_block() -> None:
+    expected, net = plain(), fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        assert core.engine.keeping.noted
+    loss.backward()
+    assert not core.slots
+    assert_same(gradients(net), expected)
+
+
+def test_one_that_outlives_its_step_can_still_be_asked_for() -> None:
+    net = fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        kinds = {type(ref()) for ref in core.noted._tensors}
+        assert kinds == {NotedTensor}
+        other = loss_of(net)  # two graphs at once
+        other.backward()
+        loss.backward()
+        counted(core)
+        assert core.engine.ledger.handles == 0
+    twice = gradients(net)
+    net = fresh()
+    loss_of(net).backward()
+    loss_of(net).backward()
+    assert_same(twice, gradients(net))
