@@ -26,13 +26,13 @@ from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.planner import Plan
 from delta.planner.steplog import StepGraph
-from delta.routine import Way, noted_ops
+from delta.routine import noted_ops
 from delta.runtime import batch_norm
 from delta.runtime.core import Core
 from delta.runtime.made_again import MadeAgain
-from delta.runtime.note import NotedTensor
+from delta.runtime.note import Made, Note, NotedTensor
 from delta.runtime.recorder import Recorder
-from delta.types import Action
+from delta.types import Action, OpInfo
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
 pytestmark = [
@@ -140,8 +140,9 @@ def test_what_gets_its_record_is_counted_there_alone() -> None:
 # -- in a training ----------------------------------------------------------------------------------------------------
 def nothing_left(core: Core) -> None:
     keeping, ledger, noted = core.engine.keeping, core.engine.ledger, core.noted
+    core.hear()
     assert (counted(core), ledger.handles, ledger.resident_bytes, ledger.unevicted_bytes) == (0, 0, 0, 0)
-    assert not keeping.noted and not keeping.lingering and not noted._readers and not noted._made and not core.inbox
+    assert not keeping.noted and not keeping.lingering and not noted._readers and not noted._made
 
 
 @pytest.mark.parametrize("device", ["cpu", "chaos:3", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -300,24 +301,26 @@ def test_a_replay_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @contextmanager
-def swapping(net: nn.Module) -> Iterator[Core]:
-    """As `steady`, but what the plan would keep is swapped, and fetched when it is needed."""
-    with delta.evict(
-        activations="60%", policy=delta.load_policy("delta", {"filter.min_bytes": 0}), device="cpu"
-    ) as run:
+def planned(
+    loss: Callable[[], Tensor], action: Callable[[OpInfo | None], Action], share: str = "90%"
+) -> Iterator[Core]:
+    """A block whose next step follows a routine by a plan that has for each saved storage the action of its maker."""
+    policy = delta.load_policy("delta", {"filter.min_bytes": 0})
+    with delta.evict(activations=share, policy=policy, device="cpu") as run:
         core = run._core
         assert core is not None
-        learner, made = core.engine.learner, core.engine.learner.make_plan
+        core.planning.close()  # nobody looks for a better plan
+        made = core.engine.learner.make_plan
         assert made is not None
 
-        def make_plan(*args: Any) -> Plan:
-            plan = made(*args)
-            return replace(plan, actions=tuple(SWAP if each is KEEP else RECOMPUTE for each in plan.actions))
+        def make_plan(graph: StepGraph, *args: Any) -> Plan:
+            makers = [graph.ops[op] if (op := graph.nodes[node].op) is not None else None for node in graph.saved]
+            return replace(made(graph, *args), actions=tuple(map(action, makers)), prefetch={}, evictions={})
 
-        learner.make_plan = make_plan
+        core.engine.learner.make_plan = make_plan
         for _ in range(10):
-            loss_of(net).backward()
-            net.zero_grad()
+            loss().backward()
+        assert core.engine.routine is not None and core.engine.routine.noted
         yield core
 
 
@@ -327,19 +330,23 @@ def records_read(core: Core) -> set[int]:
     return {record for note in notes for record in note.records}
 
 
-def test_what_is_read_may_be_on_the_host() -> None:
+def test_what_is_read_may_be_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the note has a handle on it: it is brought back for a replay, and lives as long as it may be read."""
     expected, net = plain(), fresh()
-    with swapping(net) as core:
-        routine, engine = core.engine.routine, core.engine
-        assert routine is not None and routine.noted
+
+    def action(op: OpInfo | None) -> Action:
+        return RECOMPUTE if op is not None and op.name in ("aten.add", "aten.mul") else SWAP
+
+    with planned(lambda: loss_of(net), action, "60%") as core:
+        net.zero_grad()
+        engine = core.engine
         steps = engine.totals.steps
         loss = loss_of(net)
         assert records_read(core), "the plan swaps something that is read"
         counted(core)
         loss.backward()
-        nothing_left(core)
         assert engine.totals.steps == steps + 1, "the last note to die ends the step"
+        nothing_left(core)
         assert_same(gradients(net), expected)
 
         loss = loss_of(net)
@@ -348,135 +355,247 @@ def test_what_is_read_may_be_on_the_host() -> None:
         engine.ledger.validate()
         loss.backward()
         nothing_left(core)
+        assert_same(gradients(net), expected)
+
+        loss_of(net).backward()
+        gradients(net)
+        lend = Core.lend
+
+        def given(core: Core, record: int) -> None:
+            lend(core, record)
+            engine.keeping.end()
+
+        loss = loss_of(net)
+        assert core.noted.on and records_read(core)
+        monkeypatch.setattr(Core, "lend", given)
+        loss.backward()
+        nothing_left(core)
     assert_same(gradients(net), expected)
 
 
 class Drawn(nn.Module):
-    """Dropout and batch norm, with things in between that nobody saves."""
+    """What the gelu and the product save is made by batch norm, and of random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(5))
         self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(5))
 
-    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
-        for index, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
-            x = F.dropout(F.gelu(norm(layer(x)) + 1.0), 0.25).neg().exp()
-            if between is not None:
-                x = between(index, x)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.gelu(norm(layer(x)) + 1.0)
+            x = x * torch.rand_like(x)
         return x
 
 
-def drawn_loss(net: nn.Module) -> Tensor:
-    torch.manual_seed(3)
-    loss: Tensor = net(torch.randn(3, 4, 8, 8)).square().mean()
-    return loss
+def test_what_draws_random_numbers_and_what_takes_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(net: nn.Module) -> Tensor:
+        torch.manual_seed(3)
+        found: Tensor = net(torch.randn(3, 4, 8, 8)).square().mean()
+        return found
 
-
-@pytest.mark.parametrize("share", ["60%", "50%"])
-def test_what_draws_random_numbers_and_what_takes_statistics(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def state(net: nn.Module) -> list[Tensor]:
         return [*gradients(net), *(each.clone() for each in net.buffers()), torch.get_rng_state()]
 
     torch.manual_seed(1)
     net, same = Drawn(), Drawn()
     same.load_state_dict(net.state_dict())
-    by_statistics, output = [], batch_norm.output
-    monkeypatch.setattr(batch_norm, "output", lambda *args: by_statistics.append(1) or output(*args))
-    policy = delta.load_policy("recompute", {"filter.min_bytes": 0})
-    ways: set[Way] = set()
-    with delta.evict(activations=share, policy=policy, device="cpu") as run:
-        assert run._core is not None
-        for _ in range(14):
-            drawn_loss(same).backward()
-            drawn_loss(net).backward()
-            assert_same(state(net), state(same))
-            if run._core.engine.routine is not None:
-                ways |= set(run._core.engine.routine.ways)
-    assert Way.NOTE in ways
-    assert len(by_statistics) > 6
+    for _ in range(11):
+        loss(same).backward()
+        expected = state(same)
+    by_statistics, run_once, output = [], MadeAgain._run, batch_norm.output
+    replayed: list[str] = []
+
+    def noted(again: MadeAgain, note: Note) -> Any:
+        replayed.append(note.facts.name)
+        return run_once(again, note)
+
+    dropped = ("aten.add", "aten.rand_like")
+    with planned(lambda: loss(net), lambda op: RECOMPUTE if op is not None and op.name in dropped else KEEP) as core:
+        net.zero_grad()
+        monkeypatch.setattr(MadeAgain, "_run", noted)
+        monkeypatch.setattr(batch_norm, "output", lambda *args: by_statistics.append(1) or output(*args))
+        loss(net).backward()
+        last = state(net)
+        nothing_left(core)
+    assert_same(last, expected)
+    assert replayed.count("aten.rand_like") == replayed.count("aten.add") == 5
+    assert replayed.count("aten.native_batch_norm") == len(by_statistics) >= 5
 
 
-class Holding(nn.Module):
-    """The program keeps what its layers make until backward has ended."""
+class Lingering(nn.Module):
+    """What the sums read dies in backward before they are needed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(8))
-        self.held: list[Tensor] = []
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
 
     def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x)).tanh()
+        for index, layer in enumerate(self.layers):
+            h = layer(x)
+            z = h + 1.0
+            x = z.sin() + h.sin()
             if between is not None:
-                self.held.append(x)
+                x = between(index, x)
         return x
 
 
-def test_the_program_may_still_have_it_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is not made again."""
-    torch.manual_seed(1)
-    net, replayed, replay = Holding(), [], MadeAgain._replay
-    loss_of(net).backward()
-    expected = gradients(net)
+def test_what_the_program_still_has_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, replayed, replay = Lingering(), [], MadeAgain._replay
     monkeypatch.setattr(MadeAgain, "_replay", lambda *args: replayed.append(1) or replay(*args))
-    with steady(net) as core:
+
+    def action(op: OpInfo | None) -> Action:
+        return RECOMPUTE if op is not None and op.name == "aten.add" and len(op.inputs) == 2 else KEEP
+
+    with planned(lambda: loss_of(net), action) as core:
+        net.zero_grad()
         replayed.clear()
         loss_of(net).backward()
-        usual = len(replayed)
-        assert_same(gradients(net), expected)
+        usual, expected = len(replayed), gradients(net)
+        has: list[Tensor] = []
+        kept_for: list[int] = []
+
+        def between(index: int, x: Tensor) -> Tensor:
+            if index == 3:
+                has.append(x)
+            if index == 1:
+                x.register_hook(lambda _: kept_for.append(len(core.noted._made)))
+            return x
+
         replayed.clear()
-        loss_of(net, lambda _, x: x).backward()
-        assert len(replayed) < usual
-        net.held.clear()
+        loss = loss_of(net, between)
+        assert core.noted._made, "forward may read it"
+        loss.backward()
+        del loss
+        assert kept_for == [0], "and backward does not"
+        assert len(has) == 1 and 0 < len(replayed) < usual
+        has.clear()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+
+
+def one_made(core: Core) -> Made:
+    """Something that has gone and is saved."""
+    return next(each.made for ref in core.noted._tensors if (each := ref()) is not None and each.made is not None)
+
+
+def test_a_value_is_let_go_of_with_the_last_saved_tensor_on_it() -> None:
+    with steady(fresh()) as core:
+        loss = loss_of(fresh())
+        made = one_made(core)
+        made.came_back(torch.ones(1))
+        kept = Kept(1, 1, 1, 1, 1, noted=True)
+        for kept.users in (1, 0):
+            core.noted.released(kept, weakref.ref(made))
+            assert (made.value is None) is (kept.users == 0)
+        del made
+        loss.backward()
+
+
+def test_a_result_that_was_written_into_is_found_by_nobody() -> None:
+    net = fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        made = one_made(core)
+        value = torch.ones(1)
+        made.came_back(value)
+        assert made.found() is value
+        value.add_(1.0)
+        assert made.found() is None
+        made.value = None
+        del made
+        loss.backward()
+
+
+def test_notes_do_not_pile_up() -> None:
+    """What a note lets go of may end a step, and nobody else may come by for long."""
+    net = fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        longest = 0
+        for _ in range(100):
+            core.note_died({}, [], [])
+            longest = max(longest, len(core.inbox))
+        assert longest < 20
+        loss.backward()
+
+
+def test_what_is_read_counts_as_long_as_a_note_keeps_it() -> None:
+    torch.manual_seed(1)
+    net, found = Lingering(), []
+    loss_of(net).backward()
+    expected = gradients(net)
+
+    def action(op: OpInfo | None) -> Action:
+        return RECOMPUTE if op is not None and op.name == "aten.add" and len(op.inputs) == 1 else KEEP
+
+    def look(_: Tensor) -> None:
         core.hear()
+        core.engine.ledger.validate()
+        lingering = core.engine.keeping.lingering
+        assert all(kept.there and not kept.users for kept in lingering.values())
+        found.append(len(lingering))
+
+    def watch(index: int, x: Tensor) -> Tensor:
+        x.register_hook(look)
+        return x
+
+    with planned(lambda: loss_of(net), action) as core:
+        net.zero_grad()
+        lingered, released = [], Keeping.released
+        loss = loss_of(net, watch)
+
+        def noted(keeping: Keeping, kept: Kept, read: bool = False) -> None:
+            released(keeping, kept, read)
+            lingered.append(len(keeping.lingering))
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Keeping, "released", noted)
+            loss.backward()
+        assert max(lingered) == 1 and found
         nothing_left(core)
     assert_same(gradients(net), expected)
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("unseen", [False, True])
-def test_what_is_read_is_as_it_was_after_a_write(unseen: bool) -> None:
+@pytest.mark.parametrize(("unseen", "given"), [(False, False), (True, False), (True, True)])
+def test_what_is_read_is_as_it_was_after_a_write(unseen: bool, given: bool) -> None:
     """One that the recorder sees is met by a clone; one that only the version counter tells of is refused."""
     torch.manual_seed(1)
-    layers, writes = nn.ModuleList(nn.Linear(24, 24) for _ in range(8)), False
+    layers, writes = nn.ModuleList(nn.Linear(24, 24) for _ in range(8)), True
     shift = torch.ones(16, 24)
-
-    def forward(x: Tensor) -> Tensor:
-        for index, layer in enumerate(layers):
-            x = (layer(x) + shift).sin().tanh()
-            if writes and not unseen and index == 4:
-                with torch.no_grad():
-                    shift.mul_(2.0)
-        return x
 
     def loss() -> Tensor:
         torch.manual_seed(3)
-        return forward(torch.randn(16, 24)).square().mean()
+        x = torch.randn(16, 24)
+        for index, layer in enumerate(layers):
+            x = (layer(x) + shift).sin().tanh()
+            if writes and index == 4:
+                with torch.no_grad():
+                    shift.mul_(2.0)
+        return x.square().mean()
 
-    writes = True
     loss().backward()
     expected = gradients(layers)
-    writes = False
     shift.fill_(1.0)
-    with delta.evict(activations="50%", policy=delta.load_policy("recompute", {"filter.min_bytes": 0})) as run:
-        core = run._core
-        assert core is not None
-        for _ in range(8):
-            loss().backward()
-            layers.zero_grad()
-        assert core.engine.routine is not None and core.engine.routine.noted
-        writes = True
+    writes = False
+    with planned(loss, lambda op: RECOMPUTE if op is not None and op.name == "aten.add" else KEEP) as core:
+        layers.zero_grad()
+        writes = not unseen
         found = loss()
-        if unseen:
-            assert core.noted.knows(shift.untyped_storage()._cdata)
-            torch._C._autograd._unsafe_set_version_counter((shift,), (5,))
-            with pytest.raises(StorageModifiedError, match="would read"):
-                found.backward()
+        if not unseen:
+            assert not core.noted.on
+            found.backward()
+            assert_same(gradients(layers), expected)
             return
-        assert not core.noted.on
-        found.backward()
-    assert_same(gradients(layers), expected)
+        assert core.noted.knows(shift.untyped_storage()._cdata) and core.noted.on
+        torch._C._autograd._unsafe_set_version_counter((shift,), (5,))
+        if given:
+            with core.entered():
+                core.engine.keeping.end()
+        with pytest.raises(StorageModifiedError, match="would read"):
+            found.backward()
+        assert core.noted.on is not given
 
 
 def test_a_write_into_a_saved_tensor_that_went_is_refused_as_ever() -> None:
@@ -649,3 +768,15 @@ def test_one_that_outlives_its_step_can_still_be_asked_for() -> None:
     loss_of(net).backward()
     loss_of(net).backward()
     assert_same(twice, gradients(net))
+
+
+def test_what_a_replay_reads_may_be_of_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its memory is shared with all of them before it is let go of."""
+    net, shared = fresh(), []
+    with steady(net) as core:
+        monkeypatch.setattr(core.device, "share", lambda storage: shared.append(storage._cdata))
+        loss = loss_of(net)
+        held = set(core.noted._readers)
+        assert held
+        loss.backward()
+        assert held <= set(shared)
