@@ -1,12 +1,12 @@
-"""What a step that goes as planned keeps anyway: its bytes are counted, and little else is done.
+"""What a step that goes as planned has decided beforehand: its bytes are counted, and little else is done.
 
-Most saved tensors of a plan stay where they are, and many others go at once and are made again by ops that read only
-such. While a step follows its routine (`routine.py`) a storage of those
-that no replay reads has no record in the ledger, only a number in the order of the saves, its size, and how many saved
-tensors are on it. One that an op of a replay reads or makes has a record, held from its first save on, and nothing is
-asked of the policy for it. More has to be known when something has to be evicted that the plan had not named, when an
-op that is looked at writes or reads a storage without a record, and when one outlives its step. Then all of them are
-looked after as if they had been from the start.
+Most saved tensors of a plan stay where they are, and most others go at their save and are made again by calls that the
+runtime has noted (`noted_ops` in `routine.py`). While a step follows its routine the storages of both have no record in
+the ledger, only a number in the order of the saves, their size, and how many saved tensors are on them. One that a
+recorded op reads or makes when it is replayed has a record, held from its first save on, and nothing is asked of the
+policy for it. More has to be known when something has to be evicted that the plan had not named, when an op that is
+looked at writes or reads a storage without a record, and when one outlives its step. Then all of them are looked after
+as if they had been from the start.
 """
 
 from __future__ import annotations

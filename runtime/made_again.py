@@ -120,6 +120,8 @@ class MadeAgain:
 
     def _run(self, note: Note) -> list[Tensor]:
         tensors = [self._tensor(note, read) for read in note.reads]
+        for tensor in tensors:
+            self._core.device.share(tensor.untyped_storage())  # it may have been made on another stream
         args = [fill(arg, tensors) for arg in note.args]
         statistics = [view.over(storage) for ref, view in note.statistics if (storage := ref()) is not None]
         if len(statistics) == 2:  # they are there, and give the output

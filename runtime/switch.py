@@ -47,7 +47,7 @@ class Switch:
         if self._in_backward_unseen:
             self._begin_writes([tensor for group in optimizer.param_groups for tensor in group["params"]])
         traced = self._tracer is not None and self._tracer.wanted
-        if traced or self._core.engine.minds_writes:
+        if traced or self._core.engine.minds_writes or self._core.noted.any:
             return
         if not any(callable(given) for given in (*args[1:], *kwargs.values())):
             self._follow([])
