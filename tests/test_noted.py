@@ -344,7 +344,10 @@ def test_what_is_read_may_be_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
         loss = loss_of(net)
         assert records_read(core), "the plan swaps something that is read"
         counted(core)
+        note = next(note for ref in core.noted._notes if (note := ref()) is not None and note.records)
         loss.backward()
+        assert engine.totals.steps == steps and engine.ledger.handles == len(note.records)
+        del note
         assert engine.totals.steps == steps + 1, "the last note to die ends the step"
         nothing_left(core)
         assert_same(gradients(net), expected)
