@@ -233,7 +233,7 @@ class Noted:
     def _storage_died(self, ref: MadeRef) -> None:
         known = self._made.get(ref.key)
         if known is not None and known.storage is ref:
-            del self._made[ref.key]
+            self._made.pop(ref.key, None)  # backward, in another thread, may have cleared all
         made = ref.made()
         if made is not None and made.kept is not None:
             self._core.inbox.append(("went", ref.made))
