@@ -57,9 +57,7 @@ class Keeping:
         self.storages: dict[int, Kept] = {}  # without a record, by key
         self.recorded: dict[int, Kept] = {}  # with one, by it
         self.noted: set[Kept] = set()  # those that have gone, or come back
-        self.lingering: dict[
-            int, Kept
-        ] = {}  # no saved tensor is on these, and something will be made from them, by key
+        self.lingering: dict[int, Kept] = {}  # by key: no saved tensor is on these, and notes read them still
         self.give_records: Callable[[], None] = _nobody
         """The runtime's: calls `list_all`, and `list_tensor` for each saved tensor that lives."""
 

@@ -109,10 +109,9 @@ class Note:
         generator: torch.Generator | None,
         state: Tensor | None,
         cost_ns: int,
-        readers: Readers,
     ) -> None:
-        """`generator` and `state`: what a seeded call draws from. The storages that the note keeps alive count in
-        `readers`, and each record that it reads gets a handle by it, until it dies."""
+        """`generator` and `state`: what a seeded call draws from. Once it has been added (`Noted.add`) the storages it
+        keeps alive count in `readers`, and each record that it reads has a handle by it, until it dies."""
         self.core = core
         self.number = core.next_id()
         self.func, self.facts, self.cost_ns, self.module = func, facts, cost_ns, core.module
@@ -121,7 +120,7 @@ class Note:
         self.settings: Settings = current()
         self.held = [read.tensor.untyped_storage()._cdata for read in reads if read.tensor is not None]
         self.records = [read.record for read in reads if read.record >= 0]
-        self.readers = readers
+        self.readers = core.noted.readers
         self.made: list[weakref.ref[Made] | None] = []  # by result; None for what is on no storage of its own
         self.nbytes = 0  # of all that it makes
         self.again_ns: int | None = None  # see `Recipe`

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from delta.keeping import Kept
 from delta.runtime import batch_norm
 from delta.runtime.made_again import MadeAgain
 from delta.runtime.note import Made, MadeRef, Note, NotedTensor, Read, Readers
 from delta.runtime.note_records import NoteRecords
-from delta.runtime.opfacts import OpFacts
-from delta.runtime.recompute import Call
 from delta.runtime.versions import over, within_op, without_graph
 from delta.runtime.view import View, is_plain, is_shared
 from delta.types import Action, Kind
@@ -41,7 +38,7 @@ class Noted:
         self._notes: list[weakref.ref[Note]] = []
         self._tensors: list[weakref.ref[NotedTensor]] = []
         self._made: dict[int, Made] = {}  # by key, what forward may still read or save
-        self._readers: Readers = {}
+        self.readers: Readers = {}  # of the notes of this step
         self.given = False  # in this step they have got their records already
 
     @property
@@ -52,15 +49,15 @@ class Noted:
     @property
     def any(self) -> bool:
         """Whether a write in place could spoil something."""
-        return bool(self._made or self._readers)
+        return bool(self._made or self.readers)
 
     def knows(self, key: int) -> bool:
         """Whether notes make or read that storage."""
-        return key in self._made or key in self._readers
+        return key in self._made or key in self.readers
 
     def keeps(self, key: int) -> bool:
         """Whether a note keeps that storage alive."""
-        return key in self._readers
+        return key in self.readers
 
     def step_ended(self) -> None:
         """What is noted from here on belongs to the next one."""
@@ -93,35 +90,20 @@ class Noted:
             elif core.persistent.holds(tensor):
                 if core.persistent.refilled(tensor):
                     return None
-                found.append(Read(tensor, tensor._version))
+                found.append(_kept_alive(tensor))
             elif tensor.device != core.device.torch_device or is_shared(tensor):
                 return None
             else:
-                found.append(Read(tensor, tensor._version))
+                found.append(_kept_alive(tensor))
         return found
 
     def _is_saved(self, record: int) -> bool:
         rec = self._engine.ledger.records[record]
         return rec.handles > 0 and rec.kind is not Kind.PARAMETER
 
-    def add(
-        self,
-        func: OpOverload,
-        facts: OpFacts,
-        call: Call,
-        reads: Sequence[Read],
-        generator: torch.Generator | None,
-        state: Tensor | None,
-        cost_ns: int,
-        results: Sequence[Tensor],
-    ) -> Note:
+    def add(self, note: Note, results: Sequence[Tensor]) -> None:
         """The call has run, and gave these."""
-        core, made_by, readers, ledger = self._core, self._made, self._readers, self._engine.ledger
-        with within_op():  # what is kept alive goes on telling of writes
-            reads = [
-                read if read.tensor is None else read._replace(tensor=without_graph(read.tensor)) for read in reads
-            ]
-        note = Note(core, func, facts, call, reads, generator, state, cost_ns, readers)
+        core, made_by, readers, ledger = self._core, self._made, self.readers, self._engine.ledger
         with core.briefly:
             for key in note.held:
                 readers[key] = readers.get(key, 0) + 1
@@ -138,7 +120,6 @@ class Noted:
                 note.made.append(weakref.ref(made))
                 note.nbytes += made.nbytes
             self._notes.append(weakref.ref(note))
-        return note
 
     def by_statistics(self, note: Note, again_ns: int | None) -> None:
         """How long a batch norm's output takes to be made from its statistics; None where it is not."""
@@ -188,10 +169,15 @@ class Noted:
             self._made.clear()
         now_ns = time.perf_counter_ns()
         more = engine.expected.need(kept, packed.stretch, False, now_ns, in_backward)
-        if made.found() is None and not self._again.bring_back(made.note):
-            core.kept.give_records()
-            return self._fetch_taken(packed)
-        found = made.value if made.value is not None else without_graph_of(made)
+        found = made.found()
+        if found is None:
+            if not self._again.bring_back(made.note):
+                core.kept.give_records()
+                return self._fetch_taken(packed)
+            found = made.value
+            assert found is not None
+        elif found is not made.value:
+            found = without_graph(found)
         storage = found.untyped_storage()
         core.device.share(storage)
         if packed.view is not None:
@@ -215,7 +201,7 @@ class Noted:
             readers[key] -= 1
             if not readers[key]:
                 del readers[key]
-                if readers is self._readers:  # else they have records by now
+                if readers is self.readers:  # else they have records by now
                     self._engine.keeping.unread(key)
 
     def released(self, kept: Kept, made: weakref.ref[Made]) -> None:
@@ -245,12 +231,10 @@ class Noted:
         if not notes:
             return
         self.step_ended()
-        self.given, self._readers = True, {}
+        self.given, self.readers = True, {}
         NoteRecords(self._core).give(notes, [packed for packed in tensors if packed.made is not None])
 
 
-def without_graph_of(made: Made) -> Tensor:
-    """The result that the program still has, for backward."""
-    tensor = made.tensor()
-    assert tensor is not None
-    return without_graph(tensor)
+def _kept_alive(tensor: Tensor) -> Read:
+    with within_op():  # it goes on telling of writes
+        return Read(without_graph(tensor), tensor._version)

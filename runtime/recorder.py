@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from delta.routine import Way
 from delta.runtime import batch_norm
 from delta.runtime.compiled import never_compiled
+from delta.runtime.note import Note
 from delta.runtime.opfacts import OpFacts, cudnn_searches, facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
 from delta.runtime.view import View, is_plain
@@ -169,7 +170,8 @@ class Recorder(TorchDispatchMode):
         if core.gauge.closely:
             core.hear()
             core.gauge.look()
-        note = core.noted.add(func, facts, call, reads, generator, state, cost_ns, results)
+        note = Note(core, func, facts, call, reads, generator, state, cost_ns)
+        core.noted.add(note, results)
         if func is batch_norm.OP:
             core.noted.by_statistics(note, core.trials.again_ns(func, args, results))
         return result
