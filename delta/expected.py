@@ -54,28 +54,32 @@ class Expected:
         if more has to be done than to count its bytes, or room be made: then that is what `saved` is for. `noted`: it
         goes at once, and whoever asks for it makes it again; this is the first tensor on it. Then `short_for_next` is
         asked about the room."""
-        kept = self._keeping.storages.get(key)
+        keeping = self._keeping
+        kept = keeping.storages.get(key)
         if kept is not None:
             if kept.order != order:
                 return None
-            self._keeping.again(kept, signature)
+            keeping.again(kept, signature)
             return kept
-        plan = self._learner.plan
-        if plan is None or order != len(self._recall.by_order):
+        routine, by_order = self._learner.routine, self._recall.by_order
+        if routine is None or order != len(by_order):
             return None
-        if not noted and not self._room.has_for(plan, order, nbytes):
+        if not noted and not self._room.has_for(routine.coming_bytes[order], nbytes):
             return None
-        kept = Kept(key, new_id(), nbytes, order, now_ns, noted=noted)
-        self._keeping.first(kept, signature, self._net_ns(now_ns))
+        record = new_id()
+        kept = Kept(key, record, nbytes, order, now_ns, False, noted)
+        keeping.first(kept, signature, self._net_ns(now_ns))
         if noted:
             self._room.dropped_uncounted()
-        self._one_more(kept.record)
+        by_order.append(record)
+        if self._headroom is not None:
+            self._headroom.saved()
         return kept
 
     def short_for_next(self, order: int) -> bool:
         """Whether `Engine.next_save` has something to do."""
-        plan = self._learner.plan
-        return plan is not None and not self._room.has_for(plan, order, 0)
+        routine = self._learner.routine
+        return routine is not None and not self._room.has_for(routine.coming_bytes[order], 0)
 
     def again(self, kept: Kept, order: int, signature: int) -> bool:
         """One more tensor is saved on a storage that went at its first save; False if it is not the one expected."""
@@ -116,8 +120,7 @@ class Expected:
             return None
         if (anchors := ledger.anchors(record)) is None:
             return None
-        self._learner.came(signature, order)
-        self._learner.saved(record, rec.nbytes, Kind.ACTIVATION, self._net_ns(now_ns))
+        self._learner.came_first(signature, order, record, rec.nbytes, self._net_ns(now_ns))
         ledger.save(record, order)
         rec.stretch = self._step_ends.stretch
         ledger.use(record, now_ns)
@@ -129,11 +132,11 @@ class Expected:
 
     def _comes_first(self, rec: Record, order: int) -> bool:
         """Whether the record is saved for the first time, as the plan has it, and there is room."""
-        plan = self._learner.plan
+        routine = self._learner.routine
         fresh = rec.saved_at < 0 and not rec.handles and rec.host is Host.NONE and rec.kind is Kind.ACTIVATION
-        if plan is None or not fresh or order != len(self._recall.by_order):
+        if routine is None or not fresh or order != len(self._recall.by_order):
             return False
-        return self._room.has_for(plan, order, rec.nbytes)
+        return self._room.has_for(routine.coming_bytes[order], rec.nbytes)
 
     def _one_more(self, record: int) -> None:
         """A record has been saved for the first time."""
@@ -146,14 +149,15 @@ class Expected:
         something to do."""
         if in_backward:
             self._step_ends.need(stretch)
+        learner, headroom = self._learner, self._headroom
         if stays:
-            self._learner.asked()
+            learner.asked()
             return False
-        self._learner.needed(kept.order, self._net_ns(now_ns))
-        if self._headroom is not None:
-            self._headroom.needed()
+        learner.needed(kept.order, self._net_ns(now_ns))
+        if headroom is not None:
+            headroom.needed()
             limit = self._room.limit_bytes
             if limit is not None and self._ledger.resident_bytes > limit:
                 return True
-        plan, here = self._learner.plan, self._learner.position - 1
+        plan, here = learner.plan, len(learner.log.needs) - 1
         return self._recall.waiting or (plan is not None and (here in plan.prefetch or here in plan.evictions))

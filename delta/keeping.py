@@ -84,23 +84,26 @@ class Keeping:
             self.noted.add(kept)
         else:
             self.storages[kept.key] = kept
-        self._ledger.count(1, kept.nbytes, kept.nbytes)
-        self._learner.came(signature, kept.order)
-        self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
+        nbytes = kept.nbytes
+        self._ledger.count(1, nbytes, nbytes)
+        self._learner.came_first(signature, kept.order, kept.record, nbytes, now_ns)
 
     def again_recorded(self, kept: Kept, stretch: int, signature: int) -> None:
         """One more tensor is saved on a kept storage that has a record."""
-        self._ledger.save(kept.record, kept.order)
-        self._ledger.records[kept.record].stretch = stretch
+        self._save(kept, stretch)
         self._learner.came(signature, kept.order)
 
     def first_recorded(self, kept: Kept, stretch: int, signature: int, now_ns: int) -> None:
         """A storage that has a record is saved for the first time: Delta holds it from here on."""
         self.recorded[kept.record] = kept
-        self.again_recorded(kept, stretch, signature)
-        self._learner.saved(kept.record, kept.nbytes, Kind.ACTIVATION, now_ns)
+        self._save(kept, stretch)
+        self._learner.came_first(signature, kept.order, kept.record, kept.nbytes, now_ns)
         if not self._ledger.records[kept.record].held:
             self._ledger.hold(kept.record)
+
+    def _save(self, kept: Kept, stretch: int) -> None:
+        self._ledger.save(kept.record, kept.order)
+        self._ledger.records[kept.record].stretch = stretch
 
     def released(self, kept: Kept, read: bool = False) -> None:
         """One of the saved tensors on one without a record died. `read`: what has been noted will read it still."""

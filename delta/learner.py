@@ -200,9 +200,24 @@ class Learner:
 
     def came(self, signature: int, order: int) -> None:
         """That tensor was packed."""
-        self.log.signatures.append(signature)
-        self.log.orders.append(order)
+        log = self.log
+        log.signatures.append(signature)
+        log.orders.append(order)
         self.packs += 1
+
+    def came_first(self, signature: int, order: int, record: int, nbytes: int, now_ns: int) -> None:
+        """... the first one on its storage, an activation with that number. A step that follows a routine is not
+        given up: it is as long as another was."""
+        log = self.log
+        log.signatures.append(signature)
+        log.orders.append(order)
+        self.packs += 1
+        log.saves.append(record)
+        log.save_ns.append(now_ns - (self.began_ns or 0))
+        log.ops_before.append(len(log.ops))
+        log.needs_before.append(len(log.needs))
+        log.nbytes[record] = nbytes
+        log.kinds[record] = Kind.ACTIVATION
 
     def placed(self, order: int) -> None:
         """The tensor packed last is on the storage of this save order."""
@@ -309,10 +324,10 @@ class Learner:
 
     def needed(self, order: int, now_ns: int) -> None:
         """Somebody asks for one that may have gone."""
-        self.asked()
-        if self.given_up:
-            return
-        self.log.needs.append((order, now_ns - (self.began_ns or 0)))
+        log = self.log
+        log.asked = True
+        if not self.given_up:
+            log.needs.append((order, now_ns - (self.began_ns or 0)))
 
     def waited_for(self, order: int) -> None:
         """The copy back of this save order was still under way, or not even begun, when its value was needed."""

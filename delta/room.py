@@ -56,6 +56,7 @@ class Room:
         self.evicted = False  # something was evicted in this step
         self.strays: dict[int, Action] = {}  # ... that no plan had named, by save order, and how it went
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
+        self._firm_bytes = -1  # the limit was that much already, in this step, for activations alone
         self._worst: Shortage | None = None  # of this step
 
     @property
@@ -80,6 +81,7 @@ class Room:
         self.candidates.new_step()
         self.following.new_step()
         self._encoded_bytes = 0
+        self._firm_bytes = -1
         self.evicted, self.strays = False, {}
         self._worst = None
 
@@ -182,17 +184,17 @@ class Room:
             self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes)
         return out
 
-    def has_for(self, plan: Plan, order: int, nbytes: int) -> bool:
-        """Whether there is room for a save of `nbytes` and the next one: `make_for_next` would have nothing to do."""
-        coming_bytes = 0
-        if order + 1 < len(plan.saved_bytes):
-            rise_bytes = plan.forward_bytes[order + 1] - plan.forward_bytes[order]
-            coming_bytes = max(rise_bytes, plan.saved_bytes[order + 1])
+    def has_for(self, coming_bytes: int, nbytes: int) -> bool:
+        """Whether there is room for a save of `nbytes` and then for what is `coming_bytes` (`room_for_next`), in a step
+        that follows a routine: `make_for_next` would have nothing to do."""
         needed_bytes = self._ledger.resident_bytes + nbytes + coming_bytes
         if self._encoded_bytes:
             needed_bytes += self._spare_bytes
+        if needed_bytes <= self._firm_bytes:
+            return True
         if self._headroom is None:
             limit = self._limit(None)
+            self._firm_bytes = limit or 0  # of one kind of step it only rises
         elif (limit := self.limit_bytes) is not None:
             limit = min(limit, self._limit(self._headroom.at_next_save_bytes) or 0)
         return limit is None or needed_bytes <= limit

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
 from enum import IntEnum
+from operator import sub
 
 from delta.planner import Plan, StepGraph
 from delta.planner.steplog import Node, StepLog
@@ -41,6 +42,7 @@ class Routine:
         "_calls",
         "_costs_ns",
         "_optional",
+        "coming_bytes",
         "dropped",
         "noted",
         "orders",
@@ -59,18 +61,21 @@ class Routine:
         before: int = 0,
         optional: Collection[int] = (),
         noted: Collection[int] = (),
+        coming_bytes: Sequence[int] = (),
     ) -> None:
         """`orders`: by saved tensor, the save order of a storage that the plan keeps, or drops at once; -1 where more
         is done. `dropped`: the orders of those that go, and of these `noted` the ones that only the runtime knows how
         to make again. `read`: of what a recorded op reads when it is replayed; what is kept and not read need only be
         counted.
         `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
-        these the `optional` ones, by their position, may stay away."""
+        these the `optional` ones, by their position, may stay away. `coming_bytes`: by save order, what there has to
+        be room for when it has been saved (`room_for_next`)."""
         self._calls = [call for call, _ in calls]
         self._costs_ns = [costs_ns[op] if 0 <= op < len(costs_ns) else None for _, op in calls]
         self._before, self._optional = before, frozenset(optional)
         self.ways = list(ways)
         self.orders, self.dropped, self.read, self.noted = orders, frozenset(dropped), frozenset(read), frozenset(noted)
+        self.coming_bytes = coming_bytes
         self.restart()
 
     def restart(self) -> None:
@@ -111,7 +116,15 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan) -> Routine:
     dropped, read = settled(graph, plan, Action.RECOMPUTE), read_by_replays(graph, plan, noted)
     made_again = {order for order in dropped if graph.nodes[graph.saved[order]].op in noted}
     optional = _optional(log.calls[:before], graph)
-    return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again)
+    coming_bytes = room_for_next(plan)
+    return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes)
+
+
+def room_for_next(plan: Plan) -> list[int]:
+    """By save order: what the next save brings at most, or by how much the plan should raise what is resident there,
+    all told, if that is more; nothing at the last one."""
+    rises = map(sub, plan.forward_bytes[1:], plan.forward_bytes)
+    return [*map(max, rises, plan.saved_bytes[1:]), 0]
 
 
 def _optional(calls: Sequence[Call], graph: StepGraph) -> list[int]:

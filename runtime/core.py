@@ -133,7 +133,7 @@ class Core:
         self.modes_below = 0  # dispatch modes that were there before the recorder
         self.closing = False
         self.next_id: Callable[[], int] = itertools.count().__next__
-        self._records: dict[int, int] = {}  # storage identity -> record
+        self.by_key: dict[int, int] = {}  # storage identity -> record
         self._untimed: deque[tuple[int, Any]] = deque()
         self.inbox: deque[_Note] = deque()
         self.lock = threading.RLock()
@@ -276,7 +276,7 @@ class Core:
         key = tensor.untyped_storage()._cdata
         if key in self.engine.keeping.storages or self.noted.knows(key):
             self.kept.give_records()
-        return self._records.get(key)
+        return self.by_key.get(key)
 
     @property
     def has_recipes(self) -> bool:
@@ -286,11 +286,7 @@ class Core:
     def minds(self, tensor: Tensor) -> bool:
         """Whether a write into the tensor may have to be known."""
         key = tensor.untyped_storage()._cdata
-        return key in self._records or self.noted.knows(key)
-
-    def record_at(self, key: int) -> int | None:
-        """The record of the storage with that identity, if it has one now."""
-        return self._records.get(key)
+        return key in self.by_key or self.noted.knows(key)
 
     def record_of(self, tensor: Tensor) -> int | None:
         """The record of an op's input; one seen for the first time is a source or a parameter.
@@ -361,20 +357,20 @@ class Core:
     def track(self, storage: torch.UntypedStorage, record: int) -> StorageRef:
         ref = StorageRef(storage, self._storage_died)
         ref.key, ref.record = storage._cdata, record
-        self._records[ref.key] = record
+        self.by_key[ref.key] = record
         return ref
 
     def emptied(self, storage: torch.UntypedStorage) -> None:
         """The storage has no bytes any more, though a tensor is still on it."""
         with self:
-            record = self._records.pop(storage._cdata, None)
+            record = self.by_key.pop(storage._cdata, None)
             if record is not None:
                 self.run(self.engine.storage_gone(record))
 
     def untrack(self, ref: StorageRef) -> None:
         """The storage is of no record any more."""
-        if self._records.get(ref.key) == ref.record:
-            del self._records[ref.key]
+        if self.by_key.get(ref.key) == ref.record:
+            del self.by_key[ref.key]
 
     def _storage_died(self, ref: StorageRef) -> None:
         self.untrack(ref)
@@ -385,7 +381,7 @@ class Core:
         """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""
         if self.watch.count:
             return True
-        return not self.engine.learner.in_step and self.may_watch and self.engine.may_only_watch
+        return self.engine.learner.began_ns is None and self.may_watch and self.engine.may_only_watch
 
     def watched_too_much(self) -> bool:
         """Whether what is watched is over the limit."""
@@ -619,10 +615,10 @@ class Core:
         assert storage is not None
         self.device.meet()
         slot.storage = storage.clone()
-        kept = self._records.get(storage._cdata)
+        kept = self.by_key.get(storage._cdata)
         slot.ref = self.track(slot.storage, record)
         if kept is not None:
-            self._records[storage._cdata] = kept  # the new version is looked up through the old storage
+            self.by_key[storage._cdata] = kept  # the new version is looked up through the old storage
 
     def _forget(self, record: int) -> None:
         slot = self.slots.pop(record)
@@ -723,7 +719,7 @@ class Core:
             if slot.block is not None:
                 self.device.free(slot.block)
         self.slots.clear()
-        self._records.clear()
+        self.by_key.clear()
         self.inbox.clear()  # storages that died of this are nobody's business any more
         self.swap.clear()
         self.device.close()

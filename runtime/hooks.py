@@ -45,12 +45,13 @@ class Hooks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._device, self._persistent, self._policy = core.device.torch_device, core.persistent, core.engine.policy
         self._elsewhere: torch.device | None = None  # where a tensor was saved that is not looked after
 
     def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | NotedTensor | Passed:
-        core = self._core
         if not self._wanted(tensor):
             return Passed(tensor)
+        core = self._core
         if core.engine.step_ends.needed:
             core.forward_again()
         if core.watching():
@@ -129,9 +130,12 @@ class Hooks:
         if tensor is None:
             raise DeltaError(LET_GO)
         _unchanged(tensor, packed.version)
-        packed.core.at_unpack()
-        packed.core.kept.need(packed)
-        return tensor if packed.stays else _for_its_node(packed, tensor)
+        core = packed.core
+        core.at_unpack()
+        core.kept.need(packed)
+        if not packed.stays and self._policy.backward.split_convolutions and may_split():
+            split(packed, tensor)
+        return tensor
 
     def _noted(self, packed: NotedTensor) -> Tensor | None:
         """Its value; None if it has a handle by now."""
@@ -163,18 +167,19 @@ class Hooks:
         )
 
     def _wanted(self, tensor: Tensor) -> bool:
-        if not is_plain(tensor) or not tensor.numel():
+        if not is_plain(tensor):
             return False
-        if tensor.device != self._core.device.torch_device:
-            if tensor.dim():
+        if tensor.device != self._device:
+            if tensor.numel() and tensor.dim():
                 self._elsewhere = tensor.device
             return False
-        if tensor.dtype is torch.bool and tensor.numel() == 1:
+        if self._persistent.holds(tensor, saved=True):
             return False
-        return not self._core.persistent.holds(tensor, saved=True)
+        numel = tensor.numel()
+        return numel > 1 or (numel == 1 and tensor.dtype is not torch.bool)
 
 
-def _for_its_node(packed: Handle | KeptTensor | NotedTensor, tensor: Tensor) -> Tensor:
+def _for_its_node(packed: Handle | NotedTensor, tensor: Tensor) -> Tensor:
     """The value, for which the node's call may be split."""
     if packed.core.engine.policy.splits(tensor.untyped_storage().nbytes()) and may_split():
         split(packed, tensor)

@@ -32,7 +32,7 @@ class KeptTensor:
     def __init__(self, core: Core, kept: Kept, tensor: Tensor, stretch: int, stays: bool) -> None:
         self.core = core
         self.kept: Kept | None = kept
-        self.tensor: Tensor | None = without_graph(tensor)
+        self.tensor: Tensor | None = tensor if tensor.is_leaf else without_graph(tensor)
         self.version = tensor._version
         self.stretch = stretch
         self.stays = stays  # too small to be evicted
@@ -60,54 +60,50 @@ class KeptTensors:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._engine = core.engine
+        self._expected, self._learner = core.engine.expected, core.engine.learner
+        self._step_ends = core.engine.step_ends
+        self._least_bytes = core.engine.policy.filter.min_bytes
         self._tensors: list[weakref.ref[KeptTensor]] = []
 
     def pack(self, tensor: Tensor) -> KeptTensor | NotedTensor | Handle | None:
         """What autograd gets in place of a tensor that the plan keeps, or drops at once; None if more has to be done
         than that."""
-        core, engine = self._core, self._engine
+        core, learner = self._core, self._learner
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
+        nbytes = storage.nbytes()
         signature = signature_of(tensor, nbytes)
         if core.inbox:
             core.hear()
         with core.briefly:
-            order = engine.learner.expects(signature)
-            if order < 0:
+            order = learner.expects(signature)
+            routine = learner.routine
+            if order < 0 or routine is None:
                 return None
             core.device.computes()
-            record = core.record_at(key)
-            routine = engine.learner.routine
-            assert routine is not None
-            drops = order in routine.dropped
-            if core.gauge.closely or (core.gauge.on and (drops or record is not None)):
-                core.gauge.look()
+            key = storage._cdata
+            record, drops, gauge = core.by_key.get(key), order in routine.dropped, core.gauge
+            if gauge.on and (gauge.closely or drops or record is not None):
+                gauge.look()
             if not drops:
-                return self._kept(order, tensor, storage, record, signature)
-        if order in routine.noted and (noted := core.noted.pack(order, tensor, signature)) is not None:
+                if record is None and order in routine.read:
+                    record = core.create(tensor, Kind.ACTIVATION)
+                now_ns = time.perf_counter_ns()
+                if record is None:
+                    kept = self._expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
+                else:
+                    kept = self._expected.keep_record(order, record, key, signature, now_ns)
+                if kept is None:
+                    return None
+                if record is not None:
+                    core.slots[record].storage = storage
+                packed = KeptTensor(core, kept, tensor, self._step_ends.stretch, nbytes < self._least_bytes)
+                self._tensors.append(weakref.ref(packed))
+                if core.timeline.active:
+                    core.emit("saved", record=kept.record, nbytes=nbytes)
+                return packed
+        if order in routine.noted and (noted := core.noted.pack(order, key, storage, tensor, signature)) is not None:
             return noted
         return self._dropped(order, tensor, storage, record, signature)
-
-    def _kept(
-        self, order: int, tensor: Tensor, storage: torch.UntypedStorage, record: int | None, signature: int
-    ) -> KeptTensor | None:
-        core, engine, key, nbytes = self._core, self._engine, storage._cdata, storage.nbytes()
-        routine, now_ns = engine.learner.routine, time.perf_counter_ns()
-        if record is None and routine is not None and order in routine.read:
-            record = core.create(tensor, Kind.ACTIVATION)
-        if record is None:
-            kept = engine.expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
-        else:
-            kept = engine.expected.keep_record(order, record, key, signature, now_ns)
-        if kept is None:
-            return None
-        if record is not None:
-            core.slots[record].storage = storage
-        packed = KeptTensor(core, kept, tensor, engine.step_ends.stretch, engine.stays(nbytes))
-        self._tensors.append(weakref.ref(packed))
-        if core.timeline.active:
-            core.emit("saved", record=kept.record, nbytes=nbytes)
-        return packed
 
     def _dropped(
         self, order: int, tensor: Tensor, storage: torch.UntypedStorage, record: int | None, signature: int
@@ -130,14 +126,14 @@ class KeptTensors:
 
     def need(self, packed: KeptTensor) -> None:
         """Somebody asks for one."""
-        core, kept = self._core, packed.kept
+        core, kept, gauge = self._core, packed.kept, self._core.gauge
         assert kept is not None
         in_backward = torch._C._current_graph_task_id() != -1
         with core.briefly:
-            if core.gauge.closely or (core.gauge.on and kept.recorded):
-                core.gauge.look()
+            if gauge.on and (gauge.closely or kept.recorded):
+                gauge.look()
             now_ns = time.perf_counter_ns()
-            more = self._engine.expected.need(kept, packed.stretch, packed.stays, now_ns, in_backward)
+            more = self._expected.need(kept, packed.stretch, packed.stays, now_ns, in_backward)
         if more:
             with core.entered():
                 core.run(self._engine.pressure(now_ns))

@@ -84,7 +84,7 @@ class NoteRecords:
     def _record_read(self, tensor: Tensor, version: int) -> int:
         """The record of what a note keeps alive."""
         core = self._core
-        record = core.record_at(tensor.untyped_storage()._cdata)
+        record = core.by_key.get(tensor.untyped_storage()._cdata)
         if record is None:
             record = core.create(tensor, Kind.PARAMETER if core.persistent.holds(tensor) else Kind.ACTIVATION)
         slot = core.slots[record]
@@ -98,7 +98,7 @@ class NoteRecords:
         nothing would tell of writes, the storage has gone."""
         core, records, found = self._core, self._engine.ledger.records, made.found()
         storage = found.untyped_storage() if found is not None else None
-        known = core.record_at(storage._cdata) if storage is not None else None
+        known = core.by_key.get(storage._cdata) if storage is not None else None
         if known is not None:
             if records[known].op is None and not records[known].users:
                 return known

@@ -80,7 +80,7 @@ class Noted:
                 if not made.is_seen_through(tensor):
                     return None
                 found.append(Read(made=made, view=None if made.tensor() is tensor else View.of(tensor)))
-            elif (record := core.record_at(key)) is not None and self._is_saved(record):
+            elif (record := core.by_key.get(key)) is not None and self._is_saved(record):
                 slot = core.slots[record]
                 if slot.written_unseen or is_shared(tensor):
                     return None
@@ -112,7 +112,7 @@ class Noted:
             for tensor in results:
                 storage = tensor.untyped_storage()
                 key = storage._cdata
-                known = key in made_by or key in readers or core.record_at(key) is not None
+                known = key in made_by or key in readers or core.by_key.get(key) is not None
                 if known or not storage.nbytes() or tensor.device != core.device.torch_device:
                     note.made.append(None)
                     continue
@@ -130,9 +130,12 @@ class Noted:
                 (made[index].storage, made[index].view) for index in (batch_norm.MEAN, batch_norm.INVSTD)
             ]
 
-    def pack(self, order: int, tensor: Tensor, signature: int) -> NotedTensor | None:
-        """What autograd gets in place of a tensor that goes; None if more has to be done."""
-        core, engine, key = self._core, self._engine, tensor.untyped_storage()._cdata
+    def pack(
+        self, order: int, key: int, storage: torch.UntypedStorage, tensor: Tensor, signature: int
+    ) -> NotedTensor | None:
+        """What autograd gets in place of a tensor that goes; None if more has to be done. `storage`: the tensor's,
+        known by `key`."""
+        core, engine = self._core, self._engine
         made = self._made.get(key)
         if made is None or not made.is_seen_through(tensor):
             return None
@@ -152,7 +155,7 @@ class Noted:
         if first:
             if core.timeline.active:
                 core.emit("evicted", record=kept.record, nbytes=made.nbytes, action=str(Action.RECOMPUTE))
-            core.device.release(tensor.untyped_storage())  # autograd would have kept it: other streams may rely on that
+            core.device.release(storage)  # autograd would have kept it: other streams may rely on that
             if engine.expected.short_for_next(order):
                 with core.entered():
                     core.run(engine.next_save(order, now_ns))

@@ -49,19 +49,24 @@ class Persistent:
 
     def holds(self, tensor: Tensor, saved: bool = False) -> bool:
         """Whether the tensor's storage is a parameter's or a buffer's; `saved`: and a module has run on it."""
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is not None and known() is storage:
+            return True
         base = tensor._base  # of `weight.t()`: knows also the parameters of a model that was made after the search
         parameter = tensor if base is None else base
         if type(parameter) is not Tensor and isinstance(parameter, nn.Parameter):
-            if not self._has(tensor):
-                self._found(tensor, parameter)
+            self._found(tensor, parameter)
             return True
+        if self._searched and not (saved and self._new):
+            return False
         if not self._searched:
             self._searched = True
             self._collect()
         if saved and self._new:
             new, self._new = self._new, []
             self._add_all({id(module): module for ref in new if (module := ref()) is not None}.values())
-        return self._has(tensor)
+        return _is_in(self._known, storage)
 
     def refilled(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage belongs to FSDP and may be empty when a recipe is replayed."""
@@ -73,9 +78,6 @@ class Persistent:
         return any(
             each is not None and bool(each._backward_hooks or each._post_accumulate_grad_hooks) for each in parameters
         )
-
-    def _has(self, tensor: Tensor) -> bool:
-        return _is_in(self._known, tensor.untyped_storage())
 
     def _found(self, tensor: Tensor, parameter: nn.Parameter) -> None:
         """A parameter's storage seen for the first time: of a new model, or gathered by FSDP."""

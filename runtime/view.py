@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+_dispatch_keys = torch._C._dispatch_keys
 
 
 class View(NamedTuple):
@@ -57,9 +60,10 @@ def is_plain(tensor: Tensor) -> bool:
     Subclasses, sparse, quantized and nested layouts, fake and functorch-wrapped tensors are left alone, and so are
     zero tensors (tangents of constants in forward AD), which have no bytes.
     """
-    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter:
         return False
-    keys = torch._C._dispatch_keys(tensor).raw_repr()  # which say all that is asked for here
+    keys = _dispatch_keys(tensor).raw_repr()  # which say all that is asked for here
     plain = _plain.get(keys)
     if plain is None:
         plain = _plain[keys] = _is_strided(tensor)

@@ -29,7 +29,7 @@ class Watched:
 
     def __init__(self, watch: Watch, tensor: Tensor, key: int, nbytes: int, stretch: int) -> None:
         self.watch = watch
-        self.tensor: Tensor | None = without_graph(tensor)
+        self.tensor: Tensor | None = tensor if tensor.is_leaf else without_graph(tensor)
         self.version = tensor._version
         self.key = key
         self.nbytes = nbytes
@@ -37,7 +37,8 @@ class Watched:
         self.taken: Handle | None = None
 
     def __del__(self) -> None:
-        self.watch.died(self)
+        if self.taken is None:
+            self.watch.died(self)
 
 
 class Watch:
@@ -76,8 +77,6 @@ class Watch:
 
     def died(self, watched: Watched) -> None:
         """Called by a dying tensor, from anywhere. The step ends with the last one."""
-        if watched.taken is not None:
-            return
         with self._lock:
             ended = self._uncount(watched) and self.count == 0
             if ended:

@@ -28,7 +28,7 @@ from delta.learner import Learner, Profile
 from delta.ledger import Ledger, LedgerError
 from delta.planner import Plan, StepGraph, StepLog
 from delta.planner.steplog import build_graph
-from delta.routine import orders_of, read_by_replays
+from delta.routine import Routine, orders_of, read_by_replays, room_for_next
 from delta.runtime.core import Core
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.trace import Recording
@@ -173,6 +173,7 @@ def planned(limit: int = 1000, **second: Any) -> Toy:
     learner = toy.engine.learner
     learner.current = Profile((), build_graph(learner.log, 0), 0, {}, 1.0, plan)
     learner.mode = Mode.PLANNED
+    learner.routine = Routine([], [], coming_bytes=room_for_next(plan))
     return toy
 
 
@@ -299,9 +300,9 @@ def test_most_of_a_known_step_is_only_kept(policy: str, device: str) -> None:
         room, refused = core.engine._room, {0}  # the first one begins the step
         has_for = room.has_for
 
-        def noted(plan: Any, order: int, nbytes: int) -> bool:
-            if not (has := has_for(plan, order, nbytes)):
-                refused.add(order)
+        def noted(coming_bytes: int, nbytes: int) -> bool:
+            if not (has := has_for(coming_bytes, nbytes)):
+                refused.add(len(core.engine._recall.by_order))
             return has
 
         room.has_for = noted  # type: ignore[method-assign]
@@ -329,18 +330,19 @@ def test_most_of_a_known_step_is_only_kept(policy: str, device: str) -> None:
     assert_same(gradients(net), expected)
 
 
+@pytest.mark.usefixtures("recorded")
 def test_peaks_are_those_of_a_step_with_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = []
-    for keeps in (True, False):
-        net = fresh()
-        with monkeypatch.context() as patched:
+    """Of two steps that follow one plan: another one may have other peaks."""
+    peaks, net = [], fresh()
+    with steady(net) as core:
+        for keeps in (True, False):
             if not keeps:
-                patched.setattr(Core, "keeps", False)
-            with steady(net) as core:
-                loss = loss_of(net)
-                assert bool(counted(core)) is keeps
-                peaks.append((core.engine.step_peak_bytes, core.engine.step_unevicted_peak_bytes))
-                loss.backward()
+                monkeypatch.setattr(Core, "keeps", False)
+            assert core.engine.routine is not None
+            loss = loss_of(net)
+            assert bool(counted(core)) is keeps
+            peaks.append((core.engine.step_peak_bytes, core.engine.step_unevicted_peak_bytes))
+            loss.backward()
     assert peaks[0] == peaks[1]
 
 
