@@ -180,16 +180,17 @@ def read_by_replays(graph: StepGraph, plan: Plan, noted: Collection[int] = ()) -
 
 def noted_ops(graph: StepGraph, plan: Plan, orders: Sequence[int], ops_before: Sequence[int]) -> set[int]:
     """Of the ops that the plan replays, those of which the ledger need not know: what they make goes at its save, what
-    they read is saved by then, or there all the time, or made by others of them, and nothing of it is written.
+    they read is saved by then, or there all the time, or made by others of them. Nothing of it is written, but for what
+    one of them makes, nobody saves, and another overwrites (a sum in place, on its way to what is saved).
 
     `orders`: of `orders_of`; `ops_before`: of `StepLog`.
     """
     replayed, settled_orders = _replayed(graph, plan), set(orders) - {-1}
-    written = {node for op in graph.ops for node in op.overwrites}
+    writers = _writers(graph)
     noted = {
         op
         for op in replayed
-        if _may_be_noted(graph, plan, op, settled_orders, written)
+        if _may_be_noted(graph, op, settled_orders)
         and all(
             graph.nodes[node].order in settled_orders or ops_before[graph.nodes[node].order] <= op
             for node in graph.ops[op].inputs
@@ -201,17 +202,38 @@ def noted_ops(graph: StepGraph, plan: Plan, orders: Sequence[int], ops_before: S
         left = {
             op
             for op in noted
-            if read.isdisjoint(graph.ops[op].outputs) and noted.issuperset(_makers(graph, plan, graph.ops[op].inputs))
+            if read.isdisjoint(graph.ops[op].outputs)
+            and noted.issuperset(_makers(graph, plan, graph.ops[op].inputs))
+            and all(
+                _is_passed_on(graph, node, writers[node], noted)
+                for node in graph.ops[op].inputs + graph.ops[op].outputs
+                if node in writers
+            )
         }
         if left == noted:
             return noted
         noted = left
 
 
-def _may_be_noted(graph: StepGraph, plan: Plan, op: int, settled_orders: Set[int], written: Set[int]) -> bool:
+def _writers(graph: StepGraph) -> dict[int, list[int]]:
+    """By storage: the ops that write into it."""
+    found: dict[int, list[int]] = {}
+    for op in graph.ops:
+        for node in op.overwrites:
+            found.setdefault(node, []).append(op.id)
+    return found
+
+
+def _is_passed_on(graph: StepGraph, node: int, writers: Sequence[int], noted: Set[int]) -> bool:
+    """Whether what is overwritten is made by a noted op, and only on its way to what another one makes."""
+    made = graph.nodes[node]
+    return made.op in noted and made.order < 0 and len(writers) == 1 and writers[0] in noted
+
+
+def _may_be_noted(graph: StepGraph, op: int, settled_orders: Set[int]) -> bool:
     """Whether an op may, by what it is and makes. What begins a step is saved with all that belongs to it."""
     call = graph.ops[op]
-    if not call.replayable or call.overwrites or not written.isdisjoint(call.inputs + call.outputs):
+    if not call.replayable or (call.overwrites and (len(call.overwrites), len(call.outputs)) != (1, 1)):
         return False
     made = [graph.nodes[node].order for node in call.outputs]
     return all(order < 0 or (order > 0 and order in settled_orders) for order in made)

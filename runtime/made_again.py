@@ -72,6 +72,9 @@ class MadeAgain:
             ended_ns = time.perf_counter_ns()
             core.spent(ended_ns - began_ns)
             core.rematerialiser.spent_ns += ended_ns - began_ns
+            if (overwritten := note.overwritten) is not None:
+                overwritten.value = None
+                passing_bytes -= overwritten.nbytes
             nbytes = 0
             for made in made_now:
                 nbytes += made.nbytes

@@ -45,9 +45,15 @@ class Made:
     )  # fmt: skip
 
     def __init__(
-        self, note: Note, tensor: Tensor, storage: torch.UntypedStorage, died: Callable[[MadeRef], None]
+        self,
+        note: Note,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        died: Callable[[MadeRef], None],
+        written: bool = False,
     ) -> None:
-        """`tensor`: the result that is on `storage`; `died` is told when that has gone."""
+        """`tensor`: the result that is on `storage`; `died` is told when that has gone. `written`: the call wrote into
+        it, which its version counter will tell when the call has returned to the program."""
         self.note = note
         self.nbytes = storage.nbytes()
         self.storage = MadeRef(storage, died)
@@ -56,7 +62,7 @@ class Made:
         self.view = View.of(tensor)
         self.kept: Kept | None = None  # once it is saved
         self.value: Tensor | None = None
-        self.version, self.value_version = tensor._version, 0  # of the two
+        self.version, self.value_version = tensor._version + written, 0  # of the two
 
     @property
     def asked_for(self) -> bool:
@@ -96,7 +102,7 @@ class Note:
 
     __slots__ = (
         "__weakref__", "again_ns", "args", "core", "cost_ns", "facts", "func", "generator", "held", "kwargs", "made",
-        "module", "nbytes", "number", "readers", "reads", "records", "settings", "state", "statistics",
+        "module", "nbytes", "number", "overwrites", "readers", "reads", "records", "settings", "state", "statistics",
     )  # fmt: skip
 
     def __init__(
@@ -109,14 +115,16 @@ class Note:
         generator: torch.Generator | None,
         state: Tensor | None,
         cost_ns: int,
+        overwrites: int | None = None,
     ) -> None:
-        """`generator` and `state`: what a seeded call draws from. Once it has been added (`Noted.add`) the storages it
-        keeps alive count in `readers`, and each record that it reads has a handle by it, until it dies."""
+        """`generator` and `state`: what a seeded call draws from. `overwrites`: which of the `reads` it writes its
+        result into, which is then another version of what a note made. Once it has been added (`Noted.add`) the
+        storages it keeps alive count in `readers`, and each record that it reads has a handle by it, until it dies."""
         self.core = core
         self.number = core.next_id()
         self.func, self.facts, self.cost_ns, self.module = func, facts, cost_ns, core.module
         self.args, self.kwargs, self.reads = call.args, call.kwargs, reads
-        self.generator, self.state = generator, state
+        self.generator, self.state, self.overwrites = generator, state, overwrites
         self.settings: Settings = current()
         self.held = [read.tensor.untyped_storage()._cdata for read in reads if read.tensor is not None]
         self.records = [read.record for read in reads if read.record >= 0]
@@ -129,6 +137,11 @@ class Note:
     def __del__(self) -> None:
         if self.held or self.records:
             self.core.note_died(self.readers, self.held, self.records)
+
+    @property
+    def overwritten(self) -> Made | None:
+        """What is gone once it has run."""
+        return self.reads[self.overwrites].made if self.overwrites is not None else None
 
     @property
     def results(self) -> list[Made | None]:

@@ -65,7 +65,8 @@ class NoteRecords:
         for index, made in enumerate(note.results):
             if made is not None:
                 self._records[made] = record = self._record_made(made)
-                products.append(Product(record, made.nbytes, made.view, result=index))
+                result = index if note.overwrites is None else None
+                products.append(Product(record, made.nbytes, made.view, result=result, written=note.overwrites))
         if not products:
             return
         again_ns = note.again_ns if len(products) == len(note.made) else None
@@ -75,7 +76,8 @@ class NoteRecords:
         )  # fmt: skip
         read_by = tuple(dict.fromkeys([entry.record for entry in inputs]))
         outputs = tuple([product.record for product in products])
-        op = OpInfo(note.number, note.facts.name, read_by, outputs, note.cost_ns, True)
+        overwrites = () if note.overwrites is None else (inputs[note.overwrites].record,)
+        op = OpInfo(note.number, note.facts.name, read_by, outputs, note.cost_ns, True, overwrites)
         slots = self._core.slots
         self._engine.op_noted(op, note.module, [record for record in outputs if slots[record].alive() is None])
         for record in outputs:

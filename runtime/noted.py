@@ -101,6 +101,17 @@ class Noted:
         rec = self._engine.ledger.records[record]
         return rec.handles > 0 and rec.kind is not Kind.PARAMETER
 
+    def overwrites(self, written: Sequence[Tensor], tensors: Sequence[Tensor]) -> int | None:
+        """Which of its arguments a call may write into though it is only noted: the one result of a noted call, which
+        nobody has saved. None if there is no such."""
+        if len(written) != 1:
+            return None
+        tensor = written[0]
+        made = self._made.get(tensor.untyped_storage()._cdata)
+        if made is None or made.kept is not None or made.tensor() is not tensor or not made.is_seen_through(tensor):
+            return None  # of an alias the version counter may be another one, which tells of no write
+        return next(index for index, each in enumerate(tensors) if each is tensor)
+
     def add(self, note: Note, results: Sequence[Tensor]) -> None:
         """The call has run, and gave these."""
         core, made_by, readers, ledger = self._core, self._made, self.readers, self._engine.ledger
@@ -109,9 +120,14 @@ class Noted:
                 readers[key] = readers.get(key, 0) + 1
             for record in note.records:
                 ledger.save(record, ledger.records[record].saved_at)
+            overwritten = note.overwritten
             for tensor in results:
                 storage = tensor.untyped_storage()
                 key = storage._cdata
+                if overwritten is not None:  # no more bytes than there were
+                    made_by[key] = made = Made(note, tensor, storage, self._storage_died, written=True)
+                    note.made.append(weakref.ref(made))
+                    break
                 known = key in made_by or key in readers or core.by_key.get(key) is not None
                 if known or not storage.nbytes() or tensor.device != core.device.torch_device:
                     note.made.append(None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,10 +160,20 @@ class Recorder(TorchDispatchMode):
         reads = core.noted.reads(call.tensors)
         if reads is None or routine is None or any(core.minds(args[position]) for position in statistics):
             return self._record(func, facts, args, kwargs)
+        overwrites = None
+        if facts.mutates and not statistics:
+            overwrites = core.noted.overwrites(tensors_written(facts, (), args, kwargs), call.tensors)
+            if overwrites is None:
+                return self._record(func, facts, args, kwargs)
         cost_ns = routine.cost_ns or 0
         generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
         refusals = facts.refusals(core.device)
-        result = self._pass(func, args, kwargs)
+        try:
+            with core.briefly if overwrites is not None else nullcontext():  # what it writes into stays noted meanwhile
+                result = func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            core.rescue()
+            return self._record(func, facts, args, kwargs)
         results = results_of(result)
         if not core.noted.on or not self._replayable(facts, results, generator, refusals):
             return result
@@ -170,7 +181,7 @@ class Recorder(TorchDispatchMode):
         if core.gauge.closely:
             core.hear()
             core.gauge.look()
-        note = Note(core, func, facts, call, reads, generator, state, cost_ns)
+        note = Note(core, func, facts, call, reads, generator, state, cost_ns, overwrites)
         core.noted.add(note, results)
         if func is batch_norm.OP:
             core.noted.by_statistics(note, core.trials.again_ns(func, args, results))

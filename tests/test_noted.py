@@ -18,6 +18,7 @@ from test_learner import plan_of
 from test_routine import chain
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
 from delta.errors import RecomputeMismatchError, StorageModifiedError
@@ -81,6 +82,45 @@ def test_it_has_to_know_of_what_is_written_or_cannot_be_replayed(change) -> None
     changed: StepGraph = replace(graph, ops=tuple(ops))
     found = noted_ops(changed, plan, (0, 1, 2, 3), [1, 2, 3, 4])
     assert found == set(), "2 is read by the one that is recorded, and 4 is made from what that makes"
+
+
+@pytest.mark.parametrize(
+    ("saved", "actions", "expected"),
+    [
+        # 3 is 2 overwritten, which one that is noted makes and nobody saved.
+        ([1, 3], [KEEP, RECOMPUTE], {1, 2}),
+        ([1, 3, 4], [KEEP, RECOMPUTE, RECOMPUTE], {1, 2, 3}),
+        # What was saved is not there any more.
+        ([1, 2, 3], [KEEP, RECOMPUTE, RECOMPUTE], set()),
+        # 2 is not made again.
+        ([1, 3, 4], [KEEP, KEEP, RECOMPUTE], {3}),
+        ([0, 3], [SWAP, SWAP], set()),
+    ],
+)
+def test_what_nobody_saved_may_be_overwritten(saved, actions, expected) -> None:
+    graph = chain(saved)
+    ops = list(graph.ops)
+    ops[2] = replace(ops[2], overwrites=(2,))
+    orders = tuple(order if action in (KEEP, RECOMPUTE) else -1 for order, action in enumerate(actions))
+    assert noted_ops(replace(graph, ops=tuple(ops)), plan_of(actions), orders, saved) == expected
+
+
+@pytest.mark.parametrize("change", ["twice", "by one that is recorded", "two results", "rooted"])
+def test_by_one_that_is_noted_alone(change: str) -> None:
+    graph, plan, orders = chain([1, 3, 4]), plan_of([KEEP, RECOMPUTE, RECOMPUTE]), [0, 1, 2]
+    ops, nodes = list(graph.ops), list(graph.nodes)
+    ops[2] = replace(ops[2], overwrites=(2,))
+    if change == "twice":
+        ops[3] = replace(ops[3], inputs=(2, 3), overwrites=(2,))
+    elif change == "by one that is recorded":
+        orders[1] = -1
+    elif change == "two results":
+        nodes.append(replace(nodes[3], order=-1))
+        ops[2] = replace(ops[2], outputs=(3, len(nodes) - 1))
+    else:
+        nodes[2] = replace(nodes[2], rooted=True)
+    changed = replace(graph, ops=tuple(ops), nodes=tuple(nodes))
+    assert not noted_ops(changed, plan, tuple(orders), [1, 3, 4]) & {1, 2}
 
 
 # -- the count --------------------------------------------------------------------------------------------------------
@@ -787,3 +827,168 @@ def test_what_a_replay_reads_may_be_of_another_stream(monkeypatch: pytest.Monkey
         assert held
         loss.backward()
         assert held <= set(shared)
+
+
+# -- what is overwritten ----------------------------------------------------------------------------------------------
+class InPlace(nn.Module):
+    """Sums and activations in place, on what nobody saves, as residual nets have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            h = layer(x)
+            if between is not None:
+                h = between(index, h)
+            h += x
+            x = torch.relu_(h)
+        return x
+
+
+def in_place() -> InPlace:
+    torch.manual_seed(1)
+    return InPlace()
+
+
+def plain_in_place(between: Between | None = None) -> list[Tensor]:
+    net = in_place()
+    loss_of(net, between).backward()
+    return gradients(net)
+
+
+def every_second_goes(op: OpInfo | None) -> Action:
+    """A layer has three ops."""
+    return RECOMPUTE if op is not None and op.name == "aten.relu_" and op.id % 2 else KEEP
+
+
+def test_what_nobody_saved_is_overwritten_in_a_replay_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, net = plain_in_place(), in_place()
+    run_once, note_peak = MadeAgain._run, Ledger.note_peak
+    replayed: list[str] = []
+    passing: list[int] = []
+
+    def noted(again: MadeAgain, note: Note) -> Any:
+        replayed.append(note.facts.name)
+        return run_once(again, note)
+
+    def peak(ledger: Ledger, passing_bytes: int = 0) -> None:
+        passing.append(passing_bytes)
+        note_peak(ledger, passing_bytes)
+
+    with planned(lambda: loss_of(net), every_second_goes) as core:
+        net.zero_grad()
+        monkeypatch.setattr(MadeAgain, "_run", noted)
+        monkeypatch.setattr(Ledger, "note_peak", peak)
+        loss = loss_of(net)
+        assert not core.engine.ledger.ops
+        counted(core)
+        loss.backward()
+        nothing_left(core)
+    assert replayed.count("aten.add_") == replayed.count("aten.relu_") >= 2
+    assert (min(passing), max(passing)) == (0, 16 * 24 * 4), "what is overwritten takes no room beside what is written"
+    assert_same(gradients(net), expected)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "both"])
+@pytest.mark.parametrize("index", [0, 1, 3, 5])
+def test_what_was_overwritten_gets_its_record_too(index: int, when: str) -> None:
+    """As another version of the same storage, which has gone."""
+    expected, net, given = plain_in_place(), in_place(), []
+    with planned(lambda: loss_of(net), every_second_goes) as core:
+        net.zero_grad()
+
+        def give(_: Tensor | None = None) -> None:
+            with core.entered():
+                core.engine.keeping.end()
+            core.engine.ledger.validate()
+            given.append(sum(bool(op.overwrites) for op in core.engine.ledger.ops.values()))
+
+        def between(at: int, x: Tensor) -> Tensor:
+            if at == index:
+                if when != "backward":
+                    give()
+                if when != "forward":
+                    x.register_hook(give)
+            return x
+
+        loss = loss_of(net, between)
+        counted(core)
+        loss.backward()
+        counted(core)
+        assert core.engine.ledger.handles == 0
+        if when != "backward" and index:
+            assert given[0], "recipes that overwrite"
+        for _ in range(2):
+            assert_same(gradients(net), expected)
+            loss_of(net).backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+
+
+def test_nothing_else_may_be_overwritten_unrecorded() -> None:
+    net, other, found = in_place(), torch.zeros(3), []
+    with planned(lambda: loss_of(net), every_second_goes) as core:
+
+        def between(at: int, x: Tensor) -> Tensor:
+            made = core.noted._made.get(x.untyped_storage()._cdata)
+            if made is not None:
+                overwrites = core.noted.overwrites
+                found.append(overwrites([x], [other, x]))
+                refused = [overwrites(each, [x, x.data, other]) for each in ([x.data], [other], [x, other], [])]
+                made.kept = Kept(1, 1, 1, 1, 1)
+                refused.append(overwrites([x], [x]))
+                made.kept = None
+                assert not any(each is not None for each in refused)
+            return x
+
+        loss_of(net, between).backward()
+    assert len(found) >= 2 and set(found) == {1}
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_a_write_by_another_name_is_recorded(index: int) -> None:
+    """`data` counts its writes by itself: what it is an alias of tells nothing."""
+
+    def between(at: int, x: Tensor) -> Tensor:
+        if at == index:
+            x.data += 1.0
+        return x
+
+    expected, net = plain_in_place(between), in_place()
+    with planned(lambda: loss_of(net), every_second_goes) as core:
+        net.zero_grad()
+        loss_of(net, between).backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+
+
+class OutOnce(TorchDispatchMode):
+    """Finds no memory for the sum with that number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add_.Tensor:
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("none")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_call_that_finds_no_memory_is_recorded(number: int) -> None:
+    """All that can go goes, for which more has to be known, and the call is run once more."""
+    expected, net, out = plain_in_place(), in_place(), OutOnce(0)
+    with out, planned(lambda: loss_of(net), every_second_goes) as core:
+        net.zero_grad()
+        out.left = number
+        loss = loss_of(net)
+        assert out.left < 0 and core.oom_rescues == 1
+        counted(core)
+        loss.backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
