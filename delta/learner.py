@@ -26,6 +26,7 @@ LONGEST = 100_000  # saved tensors in a step that is still followed; something k
 TIGHTEST = 0.9  # share of the limit that plans aim at least at
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 MOVED = 0.01  # ... or when what is in use beside counted activations has grown by this share of the limit
+CRAMPED = 2  # steps by one plan in which notes found no room, after which there are none
 MOST_TRUST = 3  # odd steps in a row after which another kind is expected
 ANY_LOOK = Look()
 NOTHING = Beside()
@@ -60,6 +61,7 @@ class Profile:
     then_trust: int = 0  # how much oftener than others, of late
     beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
     planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
+    cramped: int = 0  # steps by this plan in which replays that nobody decides about found no room
 
     @property
     def loose(self) -> bool:
@@ -329,6 +331,12 @@ class Learner:
         if not self.given_up:
             log.needs.append((order, now_ns - (self.began_ns or 0)))
 
+    def cramped(self) -> None:
+        """What the runtime alone was to make again found no room. Such a step is followed by one that is recorded
+        whole, so when it is no accident the ledger has to know of all replays."""
+        if self.current is not None:
+            self.current.cramped += 1
+
     def waited_for(self, order: int) -> None:
         """The copy back of this save order was still under way, or not even begun, when its value was needed."""
         if self.mode is Mode.PLANNED:
@@ -418,12 +426,16 @@ class Learner:
 
     def _routine(self, profile: Profile) -> Routine | None:
         """How steps of this kind go after one that went as planned."""
+        notes = profile.cramped < CRAMPED
         if not self.recorded:
-            return profile.routine
+            known = profile.routine
+            return known if notes or known is None or not known.noted else None
         if not self.selective or profile.refined < REFINEMENTS or profile.plan is None:
             return None
         graph = profile.graph if tuple(self.log.calls) == profile.calls else self._graph()
-        return routine_of(self.log, graph, profile.plan) if len(graph.saved) == len(profile.plan.actions) else None
+        if len(graph.saved) != len(profile.plan.actions):
+            return None
+        return routine_of(self.log, graph, profile.plan, notes)
 
     def _expect(self, profile: Profile | None) -> None:
         """A step of this kind has ended: the next one will be of the kind that comes after it most of the time."""
@@ -463,7 +475,7 @@ class Learner:
 
     def follow(self, profile: Profile, plan: Plan) -> None:
         """Steps of this kind go by another plan from here on: what it replays has to be recorded."""
-        profile.plan, profile.routine = plan, None
+        profile.plan, profile.routine, profile.cramped = plan, None, 0
         if self._following is profile:
             self.leave_routine()
 
@@ -501,6 +513,7 @@ class Learner:
             profile.planned_graph = profile.graph
             profile.planned_beside = profile.graph.beside_saves + profile.graph.beside_needs
             profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)
+            profile.cramped = 0
 
     def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, beside: Beside) -> None:
         """A step like one before: better op times, and a tighter plan if its peak was over the limit."""

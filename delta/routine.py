@@ -104,11 +104,11 @@ class Routine:
         return self._costs_ns[self._asked] if self._asked is not None else None
 
 
-def routine_of(log: StepLog, graph: StepGraph, plan: Plan) -> Routine:
-    """How steps like the one that `log` and `graph` tell of go by `plan`."""
+def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -> Routine:
+    """How steps like the one that `log` and `graph` tell of go by `plan`. `notes`: whether any op may be noted."""
     costs_ns = [op.cost_ns for op in graph.ops]
     before, orders = log.calls_before, orders_of(log, graph, plan)
-    noted = noted_ops(graph, plan, orders, log.ops_before)
+    noted = noted_ops(graph, plan, orders, log.ops_before) if notes else set()
     ways = [
         Way.NOTE if op in noted else way
         for (_, op), way in zip(log.calls, ways_of(log.calls, graph, plan), strict=True)

@@ -97,6 +97,8 @@ class KeptTensors:
                 if record is not None:
                     core.slots[record].storage = storage
                 packed = KeptTensor(core, kept, tensor, self._step_ends.stretch, nbytes < self._least_bytes)
+                if (made := core.noted.made.get(key)) is not None and packed.tensor is not None:
+                    made.is_kept_as(tensor, packed.tensor)
                 self._tensors.append(weakref.ref(packed))
                 if core.timeline.active:
                     core.emit("saved", record=kept.record, nbytes=nbytes)

@@ -81,6 +81,11 @@ class Made:
         tensor = self.tensor()
         return tensor if tensor is not None and tensor._version == self.version else None
 
+    def is_kept_as(self, tensor: Tensor, alias: Tensor) -> None:
+        """`tensor` was saved, and lives on as `alias`."""
+        if self.tensor() is tensor:
+            self.tensor = weakref.ref(alias)
+
     def came_back(self, value: Tensor) -> None:
         """The result has been made again."""
         self.value, self.value_version = value, value._version

@@ -37,7 +37,7 @@ class Noted:
         self._again = MadeAgain(core)
         self._notes: list[weakref.ref[Note]] = []
         self._tensors: list[weakref.ref[NotedTensor]] = []
-        self._made: dict[int, Made] = {}  # by key, what forward may still read or save
+        self.made: dict[int, Made] = {}  # by key of its storage, what forward may still read or save
         self.readers: Readers = {}  # of the notes of this step
         self.given = False  # in this step they have got their records already
 
@@ -49,11 +49,11 @@ class Noted:
     @property
     def any(self) -> bool:
         """Whether a write in place could spoil something."""
-        return bool(self._made or self.readers)
+        return bool(self.made or self.readers)
 
     def knows(self, key: int) -> bool:
         """Whether notes make or read that storage."""
-        return key in self._made or key in self.readers
+        return key in self.made or key in self.readers
 
     def keeps(self, key: int) -> bool:
         """Whether a note keeps that storage alive."""
@@ -63,7 +63,7 @@ class Noted:
         """What is noted from here on belongs to the next one."""
         self._notes.clear()
         self._tensors.clear()
-        self._made.clear()
+        self.made.clear()
         self.given = False
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Noted:
             if not is_plain(tensor):
                 return None
             key = tensor.untyped_storage()._cdata
-            if (made := self._made.get(key)) is not None:
+            if (made := self.made.get(key)) is not None:
                 if not made.is_seen_through(tensor):
                     return None
                 found.append(Read(made=made, view=None if made.tensor() is tensor else View.of(tensor)))
@@ -107,14 +107,14 @@ class Noted:
         if len(written) != 1:
             return None
         tensor = written[0]
-        made = self._made.get(tensor.untyped_storage()._cdata)
+        made = self.made.get(tensor.untyped_storage()._cdata)
         if made is None or made.kept is not None or made.tensor() is not tensor or not made.is_seen_through(tensor):
             return None  # of an alias the version counter may be another one, which tells of no write
         return next(index for index, each in enumerate(tensors) if each is tensor)
 
     def add(self, note: Note, results: Sequence[Tensor]) -> None:
         """The call has run, and gave these."""
-        core, made_by, readers, ledger = self._core, self._made, self.readers, self._engine.ledger
+        core, made_by, readers, ledger = self._core, self.made, self.readers, self._engine.ledger
         with core.briefly:
             for key in note.held:
                 readers[key] = readers.get(key, 0) + 1
@@ -152,7 +152,7 @@ class Noted:
         """What autograd gets in place of a tensor that goes; None if more has to be done. `storage`: the tensor's,
         known by `key`."""
         core, engine = self._core, self._engine
-        made = self._made.get(key)
+        made = self.made.get(key)
         if made is None or not made.is_seen_through(tensor):
             return None
         now_ns = time.perf_counter_ns()
@@ -185,12 +185,13 @@ class Noted:
         core.gauge.look()
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
-            self._made.clear()
+            self.made.clear()
         now_ns = time.perf_counter_ns()
         more = engine.expected.need(kept, packed.stretch, False, now_ns, in_backward)
         found = made.found()
         if found is None:
             if not self._again.bring_back(made.note):
+                engine.learner.cramped()
                 core.kept.give_records()
                 return self._fetch_taken(packed)
             found = made.value
@@ -236,9 +237,9 @@ class Noted:
             self._engine.keeping.went(alive.kept)
 
     def _storage_died(self, ref: MadeRef) -> None:
-        known = self._made.get(ref.key)
+        known = self.made.get(ref.key)
         if known is not None and known.storage is ref:
-            self._made.pop(ref.key, None)  # backward, in another thread, may have cleared all
+            self.made.pop(ref.key, None)  # backward, in another thread, may have cleared all
         made = ref.made()
         if made is not None and made.kept is not None:
             self._core.inbox.append(("went", ref.made))

@@ -24,10 +24,10 @@ import delta
 from delta.errors import RecomputeMismatchError, StorageModifiedError
 from delta.expected import Expected
 from delta.keeping import Keeping, Kept
-from delta.learner import Learner
+from delta.learner import CRAMPED, Learner
 from delta.ledger import Ledger
 from delta.planner import Plan
-from delta.planner.steplog import StepGraph
+from delta.planner.steplog import Node, StepGraph
 from delta.routine import noted_ops
 from delta.runtime import batch_norm
 from delta.runtime.core import Core
@@ -186,7 +186,7 @@ def nothing_left(core: Core) -> None:
     while core.swap.busy and time.monotonic() < deadline:  # what is being copied stays until that has ended
         core.hear()
     assert (counted(core), ledger.handles, ledger.resident_bytes, ledger.unevicted_bytes) == (0, 0, 0, 0)
-    assert not keeping.noted and not keeping.lingering and not noted.readers and not noted._made
+    assert not keeping.noted and not keeping.lingering and not noted.readers and not noted.made
 
 
 @pytest.mark.parametrize("device", ["cpu", "chaos:3", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -221,7 +221,7 @@ def test_nothing_of_a_step_outlives_it() -> None:
         try:
             loss = loss_of(net)
             notes = list(core.noted._notes)
-            made = [weakref.ref(each) for each in core.noted._made.values()]
+            made = [weakref.ref(each) for each in core.noted.made.values()]
             assert notes and all(ref() is not None for ref in made)
             loss.backward()
             del loss
@@ -306,7 +306,65 @@ def test_without_room_the_engine_finds_some(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(set(needs)) == 1, "each is told of once"
 
 
-@pytest.mark.parametrize("times", [1, 3])
+def test_where_there_is_never_room_nothing_is_noted_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each such step would be followed by one that is recorded whole, for as long as the training lasts."""
+    expected, net, asked, gone = plain(), fresh(), [], []
+    with steady(net) as core:
+        monkeypatch.setattr(Expected, "fits", lambda *args: asked.append(args) or False)
+        for _ in range(8):
+            before = len(asked)
+            loss_of(net).backward()
+            assert_same(gradients(net), expected)
+            gone.append(len(asked) - before)
+        routine = core.engine.routine
+        assert routine is not None and not routine.noted and routine.dropped
+    assert sum(gone) == CRAMPED and not any(gone[-4:])
+
+
+def test_what_a_noted_call_makes_and_the_plan_keeps_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool gives two results: the one that is kept is there for who reads it."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = F.max_pool2d(layer(x), 3, 1, 1).sin() * 1.5
+            return x
+
+    def loss(net: nn.Module) -> Tensor:
+        torch.manual_seed(3)
+        found: Tensor = net(torch.randn(3, 4, 8, 8)).square().mean()
+        return found
+
+    torch.manual_seed(1)
+    net, replayed, run_once = Pooled(), [], MadeAgain._run
+    loss(net).backward()
+    expected = gradients(net)
+
+    def noted(again: MadeAgain, note: Note) -> Any:
+        replayed.append(note.facts.name)
+        return run_once(again, note)
+
+    def action(op: OpInfo | None) -> Action:
+        return RECOMPUTE if op is not None and op.name in ("aten.max_pool2d_with_indices", "aten.mul") else KEEP
+
+    def values(node: Node) -> bool:
+        """What a pool gives beside indices, which take twice the bytes; a layer has four ops."""
+        return node.op is not None and node.op % 4 == 2 and node.nbytes == 3 * 4 * 8 * 8 * 4
+
+    with planned(lambda: loss(net), action, but=values) as core:
+        net.zero_grad()
+        monkeypatch.setattr(MadeAgain, "_run", noted)
+        loss(net).backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+    assert replayed == ["aten.sin", "aten.mul", "aten.max_pool2d_with_indices"] * 5
+
+
+@pytest.mark.parametrize("times", [1, CRAMPED])
 def test_a_replay_that_finds_no_memory_is_the_engine_s(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, net, failed, replay = plain(), fresh(), [], MadeAgain._replay
 
@@ -346,9 +404,13 @@ def test_a_replay_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @contextmanager
 def planned(
-    loss: Callable[[], Tensor], action: Callable[[OpInfo | None], Action], share: str = "90%"
+    loss: Callable[[], Tensor],
+    action: Callable[[OpInfo | None], Action],
+    share: str = "90%",
+    but: Callable[[Node], bool] = lambda _: False,
 ) -> Iterator[Core]:
-    """A block whose next step follows a routine by a plan that has for each saved storage the action of its maker."""
+    """A block whose next step follows a routine by a plan that has for each saved storage the action of its maker; some
+    are kept all the same."""
     policy = delta.load_policy("delta", {"filter.min_bytes": 0})
     with delta.evict(activations=share, policy=policy, device="cpu") as run:
         core = run._core
@@ -359,7 +421,9 @@ def planned(
 
         def make_plan(graph: StepGraph, *args: Any) -> Plan:
             makers = [graph.ops[op] if (op := graph.nodes[node].op) is not None else None for node in graph.saved]
-            return replace(made(graph, *args), actions=tuple(map(action, makers)), prefetch={}, evictions={})
+            kept = [but(graph.nodes[node]) for node in graph.saved]
+            actions = (KEEP if keeps else action(op) for keeps, op in zip(kept, makers, strict=True))
+            return replace(made(graph, *args), actions=tuple(actions), prefetch={}, evictions={})
 
         core.engine.learner.make_plan = make_plan
         for _ in range(10):
@@ -506,12 +570,12 @@ def test_what_the_program_still_has_is_not_made_again(monkeypatch: pytest.Monkey
             if index == 3:
                 has.append(x)
             if index == 1:
-                x.register_hook(lambda _: kept_for.append(len(core.noted._made)))
+                x.register_hook(lambda _: kept_for.append(len(core.noted.made)))
             return x
 
         replayed.clear()
         loss = loss_of(net, between)
-        assert core.noted._made, "forward may read it"
+        assert core.noted.made, "forward may read it"
         loss.backward()
         del loss
         assert kept_for == [0], "and backward does not"
@@ -932,7 +996,7 @@ def test_nothing_else_may_be_overwritten_unrecorded() -> None:
     with planned(lambda: loss_of(net), every_second_goes) as core:
 
         def between(at: int, x: Tensor) -> Tensor:
-            made = core.noted._made.get(x.untyped_storage()._cdata)
+            made = core.noted.made.get(x.untyped_storage()._cdata)
             if made is not None:
                 overwrites = core.noted.overwrites
                 found.append(overwrites([x], [other, x]))
