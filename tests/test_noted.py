@@ -231,6 +231,20 @@ def test_nothing_of_a_step_outlives_it() -> None:
         nothing_left(core)
 
 
+def at_layer(index: int, when: str, do: Callable[..., None]) -> Between:
+    """To do something at a layer, in `forward`, `backward` or `both`."""
+
+    def between(at: int, x: Tensor) -> Tensor:
+        if at == index:
+            if when != "backward":
+                do()
+            if when != "forward":
+                x.register_hook(do)
+        return x
+
+    return between
+
+
 @pytest.mark.parametrize("when", ["forward", "backward", "both"])
 @pytest.mark.parametrize("index", [0, 2, 4, 7])
 def test_each_gets_its_record_when_more_has_to_be_known(index: int, when: str) -> None:
@@ -245,15 +259,7 @@ def test_each_gets_its_record_when_more_has_to_be_known(index: int, when: str) -
             assert core.engine.step_unevicted_peak_bytes == before
             given.append(len(core.engine.ledger.ops))
 
-        def between(at: int, x: Tensor) -> Tensor:
-            if at == index:
-                if when != "backward":
-                    give()
-                if when != "forward":
-                    x.register_hook(give)
-            return x
-
-        loss = loss_of(net, between)
+        loss = loss_of(net, at_layer(index, when, give))
         counted(core)
         loss.backward()
         counted(core)
@@ -969,15 +975,7 @@ def test_what_was_overwritten_gets_its_record_too(index: int, when: str) -> None
             core.engine.ledger.validate()
             given.append(sum(bool(op.overwrites) for op in core.engine.ledger.ops.values()))
 
-        def between(at: int, x: Tensor) -> Tensor:
-            if at == index:
-                if when != "backward":
-                    give()
-                if when != "forward":
-                    x.register_hook(give)
-            return x
-
-        loss = loss_of(net, between)
+        loss = loss_of(net, at_layer(index, when, give))
         counted(core)
         loss.backward()
         counted(core)
