@@ -61,19 +61,16 @@ class Expected:
                 return None
             keeping.again(kept, signature)
             return kept
-        routine, by_order = self._learner.routine, self._recall.by_order
-        if routine is None or order != len(by_order):
+        routine = self._learner.routine
+        if routine is None or order != len(self._recall.by_order):
             return None
         if not noted and not self._room.has_for(routine.coming_bytes[order], nbytes):
             return None
-        record = new_id()
-        kept = Kept(key, record, nbytes, order, now_ns, False, noted)
+        kept = Kept(key, new_id(), nbytes, order, now_ns, noted=noted)
         keeping.first(kept, signature, self._net_ns(now_ns))
         if noted:
             self._room.dropped_uncounted()
-        by_order.append(record)
-        if self._headroom is not None:
-            self._headroom.saved()
+        self._one_more(kept.record)
         return kept
 
     def short_for_next(self, order: int) -> bool:

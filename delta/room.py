@@ -56,7 +56,6 @@ class Room:
         self.evicted = False  # something was evicted in this step
         self.strays: dict[int, Action] = {}  # ... that no plan had named, by save order, and how it went
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
-        self._firm_bytes = -1  # the limit was that much already, in this step, for activations alone
         self._worst: Shortage | None = None  # of this step
 
     @property
@@ -81,7 +80,6 @@ class Room:
         self.candidates.new_step()
         self.following.new_step()
         self._encoded_bytes = 0
-        self._firm_bytes = -1
         self.evicted, self.strays = False, {}
         self._worst = None
 
@@ -190,11 +188,8 @@ class Room:
         needed_bytes = self._ledger.resident_bytes + nbytes + coming_bytes
         if self._encoded_bytes:
             needed_bytes += self._spare_bytes
-        if needed_bytes <= self._firm_bytes:
-            return True
         if self._headroom is None:
             limit = self._limit(None)
-            self._firm_bytes = limit or 0  # of one kind of step it only rises
         elif (limit := self.limit_bytes) is not None:
             limit = min(limit, self._limit(self._headroom.at_next_save_bytes) or 0)
         return limit is None or needed_bytes <= limit

@@ -381,7 +381,7 @@ class Core:
         """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""
         if self.watch.count:
             return True
-        return self.engine.learner.began_ns is None and self.may_watch and self.engine.may_only_watch
+        return not self.engine.learner.in_step and self.may_watch and self.engine.may_only_watch
 
     def watched_too_much(self) -> bool:
         """Whether what is watched is over the limit."""

@@ -45,7 +45,7 @@ class Hooks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._device, self._persistent, self._policy = core.device.torch_device, core.persistent, core.engine.policy
+        self._device, self._persistent = core.device.torch_device, core.persistent
         self._elsewhere: torch.device | None = None  # where a tensor was saved that is not looked after
 
     def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | NotedTensor | Passed:
@@ -133,9 +133,7 @@ class Hooks:
         core = packed.core
         core.at_unpack()
         core.kept.need(packed)
-        if not packed.stays and self._policy.backward.split_convolutions and may_split():
-            split(packed, tensor)
-        return tensor
+        return tensor if packed.stays else _for_its_node(packed, tensor)
 
     def _noted(self, packed: NotedTensor) -> Tensor | None:
         """Its value; None if it has a handle by now."""
@@ -179,7 +177,7 @@ class Hooks:
         return numel > 1 or (numel == 1 and tensor.dtype is not torch.bool)
 
 
-def _for_its_node(packed: Handle | NotedTensor, tensor: Tensor) -> Tensor:
+def _for_its_node(packed: Handle | KeptTensor | NotedTensor, tensor: Tensor) -> Tensor:
     """The value, for which the node's call may be split."""
     if packed.core.engine.policy.splits(tensor.untyped_storage().nbytes()) and may_split():
         split(packed, tensor)

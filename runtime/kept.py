@@ -32,7 +32,7 @@ class KeptTensor:
     def __init__(self, core: Core, kept: Kept, tensor: Tensor, stretch: int, stays: bool) -> None:
         self.core = core
         self.kept: Kept | None = kept
-        self.tensor: Tensor | None = tensor if tensor.is_leaf else without_graph(tensor)
+        self.tensor: Tensor | None = without_graph(tensor)
         self.version = tensor._version
         self.stretch = stretch
         self.stays = stays  # too small to be evicted

@@ -29,7 +29,7 @@ class Watched:
 
     def __init__(self, watch: Watch, tensor: Tensor, key: int, nbytes: int, stretch: int) -> None:
         self.watch = watch
-        self.tensor: Tensor | None = tensor if tensor.is_leaf else without_graph(tensor)
+        self.tensor: Tensor | None = without_graph(tensor)
         self.version = tensor._version
         self.key = key
         self.nbytes = nbytes
