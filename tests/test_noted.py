@@ -540,12 +540,14 @@ def test_what_draws_random_numbers_and_what_takes_statistics(monkeypatch: pytest
     assert replayed.count("aten.native_batch_norm") == len(by_statistics) >= 5
 
 
-class Lingering(nn.Module):
-    """What the sums read dies in backward before they are needed."""
-
+class SixLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+
+
+class Lingering(SixLayers):
+    """What the sums read dies in backward before they are needed."""
 
     def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -900,12 +902,8 @@ def test_what_a_replay_reads_may_be_of_another_stream(monkeypatch: pytest.Monkey
 
 
 # -- what is overwritten ----------------------------------------------------------------------------------------------
-class InPlace(nn.Module):
+class InPlace(SixLayers):
     """Sums and activations in place, on what nobody saves, as residual nets have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
 
     def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
         for index, layer in enumerate(self.layers):
