@@ -42,7 +42,10 @@ from delta.trace import Recording
 from delta.types import Link
 from delta.units import Bytes, Share, parse_size
 
-SAMPLE_S = 0.05
+SAMPLE_S = 0.05  # while a timeline is written
+# Else samples are of little use: each event takes in the copies that have ended, and memory is looked at when
+# backward begins, where most of it is in use as a rule.
+IDLE_S = 0.5
 # What a copy takes from compute beside the part of its time that the device tells of. On a card it is the host's time,
 # which counts where the host is behind: an eviction and a return each take it about a tenth of a millisecond, and plans
 # with hundreds of them put it there. An estimate: no card has told.
@@ -102,6 +105,7 @@ class evict(ContextDecorator):
         self._tracer: Tracer | None = None
         self._switch: Switch | None = None
         self._hooks: Hooks | None = None
+        self._daemon: Daemon | None = None
 
     # -- the block ------------------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
@@ -129,6 +133,8 @@ class evict(ContextDecorator):
             error.add_note(_HOOKS_REFUSED)
         if self._core is not None and kind is None:
             self._core.raise_warnings()
+        if self._daemon is not None and kind is None:
+            self._daemon.check()
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -203,7 +209,7 @@ class evict(ContextDecorator):
         if budget.device_bytes is not None:
             device.cap(budget.device_bytes)
             stack.callback(device.cap, None)
-        daemon = Daemon(core.sample, SAMPLE_S, "delta-daemon")
+        self._daemon = daemon = Daemon(core.sample, SAMPLE_S if timeline.active else IDLE_S, "delta-daemon")
         daemon.start()
         stack.callback(daemon.stop)
         if model is not None and (timeline.active or any(rule.module for rule in self.policy.rules)):

@@ -12,7 +12,7 @@ import pytest
 
 from delta.runtime.daemon import Daemon
 
-LONG_S = 3600.0  # never on its own within a test
+LONG_S, SHORT_S = 3600.0, 0.001  # never within a test, and many times
 
 
 class Owner:
@@ -58,19 +58,11 @@ def test_it_ticks_by_itself(owner: Owner, start: Start) -> None:
     assert owner.ticked(5)
 
 
-def test_it_ticks_when_woken(owner: Owner, start: Start) -> None:
-    daemon = start(owner.tick, LONG_S)
-    for _ in range(3):
-        daemon.wake()
-        assert owner.ticked()
-
-
 def test_stop_ends_the_thread_and_may_be_called_again(owner: Owner, start: Start) -> None:
     daemon = start(owner.tick, LONG_S)
     daemon.stop()
     assert not daemon.is_alive()
     daemon.stop()
-    daemon.wake()
     assert not owner.ticks.acquire(blocking=False)
 
 
@@ -82,8 +74,7 @@ def test_stop_waits_for_a_tick_under_way(start: Start) -> None:
         leave.wait(5)
         left.set()
 
-    daemon = start(tick, LONG_S)
-    daemon.wake()
+    daemon = start(tick, SHORT_S)
     assert inside.wait(5)
     stopper = threading.Thread(target=daemon.stop)
     stopper.start()
@@ -96,22 +87,27 @@ def test_stop_waits_for_a_tick_under_way(start: Start) -> None:
 def test_stop_before_start_and_from_inside(start: Start) -> None:
     Daemon(lambda: None, LONG_S, "delta-test").stop()
     daemons: list[Daemon] = []
-    daemons.append(start(lambda: daemons[0].stop(), LONG_S))
-    daemons[0].wake()
+    told = threading.Event()
+
+    def tick() -> None:
+        told.wait(5)
+        daemons[0].stop()
+
+    daemons.append(start(tick, SHORT_S))
+    told.set()
     daemons[0]._thread.join(5)
     assert not daemons[0].is_alive()
 
 
 def test_the_first_exception_is_raised_once_and_ticking_goes_on(owner: Owner, start: Start) -> None:
-    daemon = start(owner.tick, LONG_S)
-    daemon.check()
-    for text in ("first", "second"):
-        owner.error = text
-        daemon.wake()
-        assert owner.ticked()
-    owner.error = None
-    daemon.wake()
+    Daemon(owner.tick, LONG_S, "delta-test").check()
+    owner.error = "first"
+    daemon = start(owner.tick, SHORT_S)
     assert owner.ticked()
+    owner.error = "second"
+    assert owner.ticked(3)
+    owner.error = None
+    assert owner.ticked(3)
     with pytest.raises(KeyError, match="first") as caught:
         daemon.check()
     assert "in tick" in caught.value.__notes__[0]  # where it came from
@@ -154,12 +150,11 @@ def test_it_costs_next_to_nothing_when_idle(start: Start) -> None:
     def tick() -> None:
         spent_ns.append(time.thread_time_ns())
 
-    start(tick, 0.01)  # ten times as often as it will be
+    start(tick, 0.01)  # five times as often as it will be at most
     time.sleep(0.3)
     assert len(spent_ns) > 2
-    assert (
-        spent_ns[-1] - spent_ns[0]
-    ) / 0.3e9 < 0.05  # 1 % would be enough here for 0.1 % there; a busy machine gets some slack
+    # 1 % would be enough here for 0.2 % there; a busy machine gets some slack
+    assert (spent_ns[-1] - spent_ns[0]) / 0.3e9 < 0.05
 
 
 @pytest.mark.parametrize("period_s", [0.0, -1.0, float("nan")])

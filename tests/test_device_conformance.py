@@ -294,23 +294,6 @@ def test_dropped_tickets_do_no_harm(rig: Rig) -> None:
     assert rig.device.host_bytes() == 0
 
 
-def test_listeners_hear_of_every_transfer(rig: Rig) -> None:
-    heard = threading.Semaphore(0)
-
-    def broken() -> None:
-        raise ValueError("a listener's own fault")
-
-    rig.device.on_transfer(broken)
-    rig.device.on_transfer(heard.release)
-    outs = [rig.out(BIG, seed) for seed in range(3)]
-    for out in outs:
-        rig.device.wait(out)
-    back = rig.device.copy_in(outs[0].block)
-    rig.bytes_in(back)
-    rig.device.ready(back)
-    assert all(heard.acquire(timeout=5) for _ in range(4))
-
-
 def test_a_shared_storage_is_left_alone_when_released(rig: Rig) -> None:
     tensor = pattern(BIG).to(rig.device.torch_device)
     rig.device.cap(rig.device.capacity_bytes())

@@ -359,13 +359,13 @@ def test_a_card_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_runs_once() -> None:
     ran: list[str] = []
-    job = Job(lambda: ran.append("body"), lambda: ran.append("after"))
+    job = Job(lambda: ran.append("body"))
     threads = [threading.Thread(target=job.finish) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert ran == ["body", "after"]
+    assert ran == ["body"]
 
 
 def test_a_worker_that_cannot_start_a_thread_works_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,13 +374,13 @@ def test_a_worker_that_cannot_start_a_thread_works_itself(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     ran: list[str] = []
-    Worker("delta-test").submit(Job(lambda: ran.append("body"), lambda: None))
+    Worker("delta-test").submit(Job(lambda: ran.append("body")))
     assert ran == ["body"]
 
 
 def test_a_worker_can_be_stopped_from_a_job() -> None:
     worker = Worker("delta-test")
-    job = Job(worker.stop, lambda: None)
+    job = Job(worker.stop)
     worker.submit(job)
     job.finish()
     worker.stop()

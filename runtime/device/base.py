@@ -15,7 +15,6 @@ Failure contract (nothing is ever lost):
 Not covered: which storage to move and when. A device obeys.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -235,10 +234,6 @@ class Device(Protocol):
         """Whether the allocator is to refuse what goes far over the budget: only while somebody hears of it who makes
         room and asks again. cuda only.
         """
-        ...
-
-    def on_transfer(self, callback: Callable[[], None]) -> None:
-        """Have a cheap function called, from any thread, whenever the device notices that a transfer has ended."""
         ...
 
     def stop(self) -> None:

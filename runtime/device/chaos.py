@@ -13,7 +13,6 @@ Not covered: two threads inside a copy at once. `cpu` does that.
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -22,7 +21,7 @@ import torch
 from delta.config import HostConfig
 from delta.errors import SwapError
 from delta.runtime.device.base import Bandwidth, HostBlock, OpClock, Ticket
-from delta.runtime.device.parts import BlockBook, Listeners, WallClock, host_full, limit_bytes
+from delta.runtime.device.parts import BlockBook, WallClock, host_full, limit_bytes
 from delta.runtime.rawmem import ResidentMeter, as_bytes, sole_owner
 
 POISON = 0xFF
@@ -69,7 +68,6 @@ class ChaosDevice:
         self._lock = threading.RLock()
         self._book = BlockBook(self._give_back)
         self._pending: list[ChaosTicket] = []
-        self._listeners = Listeners()
         self._clock = WallClock()
         self._meter = ResidentMeter()
         self._host_bytes = 0
@@ -169,9 +167,6 @@ class ChaosDevice:
     def enforce(self, on: bool) -> None:
         """There is no budget to enforce."""
 
-    def on_transfer(self, callback: Callable[[], None]) -> None:
-        self._listeners.add(callback)
-
     def stop(self) -> None:
         with self._lock:
             self._stopped = True
@@ -214,7 +209,6 @@ class ChaosDevice:
             else:
                 self._end_in(ticket)
             ticket.finished_ns = time.perf_counter_ns()
-        self._listeners.notify()
 
     def _end_out(self, ticket: ChaosTicket) -> None:
         block, storage = ticket.block, ticket.storage

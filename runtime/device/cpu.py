@@ -17,7 +17,7 @@ from delta.config import HostConfig
 from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, Ticket
 from delta.runtime.device.contention import share_taken
 from delta.runtime.device.lane import FileLane, FileTicket
-from delta.runtime.device.parts import Listeners, Rates, WallClock, limit_bytes
+from delta.runtime.device.parts import Rates, WallClock, limit_bytes
 from delta.runtime.pieces import BLOCK_BYTES
 from delta.runtime.rawmem import (
     ResidentMeter,
@@ -52,9 +52,8 @@ class CpuDevice:
         self._spill.check()
         self._limit_bytes = limit_bytes(host.limit, self._spill.free_disk_bytes())
         self._rates = Rates()
-        self._listeners = Listeners()
         self._mover = _HeapMover(self._spill)
-        self._lane = FileLane(self._spill, self._mover, self._listeners, self._rates, self._limit_bytes)
+        self._lane = FileLane(self._spill, self._mover, self._rates, self._limit_bytes)
         self._clock = WallClock()
         self._meter = ResidentMeter()
         self._budget_bytes: int | None = None
@@ -169,9 +168,6 @@ class CpuDevice:
 
     def enforce(self, on: bool) -> None:
         """The system's allocator refuses nothing."""
-
-    def on_transfer(self, callback: Callable[[], None]) -> None:
-        self._listeners.add(callback)
 
     def stop(self) -> None:
         self._lane.stop()

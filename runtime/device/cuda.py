@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from delta.runtime.device.accelerator import Accelerator, Event, Stream
 from delta.runtime.device.base import Bandwidth, Direction, HostBlock, MemoryBlock, OpClock, Ticket
 from delta.runtime.device.cuda_clock import EventClock
 from delta.runtime.device.lane import FileLane, FileTicket
-from delta.runtime.device.parts import BlockBook, Listeners, Rates, limit_bytes
+from delta.runtime.device.parts import BlockBook, Rates, limit_bytes
 from delta.runtime.device.staged import StagedMover
 from delta.runtime.device.streams import ComputeStreams
 from delta.runtime.host import Piece, PinnedPool
@@ -82,16 +81,13 @@ class CudaDevice:
         self._lock = threading.RLock()
         self._book = BlockBook(lambda block: self._pool.give_back(block.room))
         self._rates = Rates()
-        self._listeners = Listeners()
         self._clock = EventClock(card)
         self.in_order = host.spill_dir is None
         self._most_reserved_bytes: int | None = None
         self._enforced = self._closed = False
         self._last_use = card.memory_use()
         self._spilling = (
-            None
-            if host.spill_dir is None
-            else _Spilling(card, host.spill_dir, self._streams, self._computing, self._listeners)
+            None if host.spill_dir is None else _Spilling(card, host.spill_dir, self._streams, self._computing)
         )
 
     def capacity_bytes(self) -> int:
@@ -256,9 +252,6 @@ class CudaDevice:
         if self._most_reserved_bytes is not None and reserved_bytes > self._most_reserved_bytes:
             self._card.empty_cache()
 
-    def on_transfer(self, callback: Callable[[], None]) -> None:
-        self._listeners.add(callback)
-
     def stop(self) -> None:
         if self._spilling is not None:
             self._spilling.lane.stop()
@@ -318,14 +311,10 @@ class CudaDevice:
         """Finish the flights whose event has passed. A stream works in order, so the first that has not ends the
         search.
         """
-        landed = []
         with self._lock:
             for flights in self._flights.values():
                 while flights and flights[0].end.query():
-                    landed.append(flights.popleft())
-                    self._land(landed[-1])
-        for _ in landed:
-            self._listeners.notify()
+                    self._land(flights.popleft())
 
     def _land(self, flight: _Flight) -> None:
         duration_ns = int(flight.begin.elapsed_time(flight.end) * 1e6)
@@ -393,12 +382,11 @@ class _Spilling:
         directory: str,
         streams: dict[Direction, Stream],
         computing: ComputeStreams,
-        listeners: Listeners,
     ) -> None:
         self.file = SpillFile(directory)
         self.file.check()
         self._mover = StagedMover(card, self.file, streams, computing)
-        self.lane = FileLane(self.file, self._mover, listeners, Rates())
+        self.lane = FileLane(self.file, self._mover, Rates())
 
     def close(self) -> None:
         self.lane.stop()

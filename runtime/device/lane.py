@@ -15,7 +15,7 @@ import torch
 
 from delta.errors import SwapError
 from delta.runtime.device.base import Direction, HostBlock, Ticket
-from delta.runtime.device.parts import BlockBook, Listeners, Rates, host_full
+from delta.runtime.device.parts import BlockBook, Rates, host_full
 from delta.runtime.device.worker import Job, Worker
 from delta.runtime.extents import round_up
 from delta.runtime.pieces import BLOCK_BYTES
@@ -62,12 +62,9 @@ class FileTicket(Ticket):
 class FileLane:
     """The spill file as a host tier of at most ``limit_bytes`` (None: as much as the disk takes)."""
 
-    def __init__(
-        self, spill: SpillFile, mover: Mover, listeners: Listeners, rates: Rates, limit_bytes: int | None = None
-    ) -> None:
+    def __init__(self, spill: SpillFile, mover: Mover, rates: Rates, limit_bytes: int | None = None) -> None:
         self.spill = spill
         self._mover = mover
-        self._listeners = listeners
         self._rates = rates
         self._limit_bytes = limit_bytes
         self._book = BlockBook(lambda block: spill.give_back(block.room))
@@ -109,7 +106,7 @@ class FileLane:
     def _begin(self, ticket: FileTicket, body: Callable[[FileTicket], None]) -> FileTicket:
         self._book.begin(ticket.block)
         self._mover.order(ticket.direction)
-        ticket.job = Job(partial(body, ticket), self._listeners.notify)
+        ticket.job = Job(partial(body, ticket))
         if ticket.direction == "in":
             self._count_coming(ticket.nbytes)
         self._workers[ticket.direction].submit(ticket.job)

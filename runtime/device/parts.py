@@ -1,6 +1,5 @@
-"""Parts the devices share: who may reuse a host block, measured rates, the list of listeners, the wall clock."""
+"""Parts the devices share: who may reuse a host block, measured rates, the wall clock."""
 
-import logging
 import statistics
 import threading
 import time
@@ -11,7 +10,6 @@ from delta.errors import HostFullError, SwapError
 from delta.runtime.device.base import Bandwidth, Direction, HostBlock
 from delta.units import Bytes, Share, format_bytes
 
-_log = logging.getLogger("delta")
 _KEPT_RATES = 15
 _MIN_RATED_BYTES = 256 * 1024  # below it a transfer measures its latency
 
@@ -81,23 +79,6 @@ class Rates:
         with self._lock:
             out, back = (list(self._bytes_per_s[direction]) for direction in ("out", "in"))
         return Bandwidth(statistics.median(out), statistics.median(back)) if out and back else None
-
-
-class Listeners:
-    """Functions called when a transfer has ended. One that raises is logged: the transfer itself went well."""
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callable[[], None]] = []
-
-    def add(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
-
-    def notify(self) -> None:
-        for callback in self._callbacks:
-            try:
-                callback()
-            except Exception:
-                _log.exception("a listener for finished transfers failed")
 
 
 class WallClock:

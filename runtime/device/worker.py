@@ -16,11 +16,10 @@ class Job:
     raises.
     """
 
-    __slots__ = ("_after", "_body", "_claim", "done")
+    __slots__ = ("_body", "_claim", "done")
 
-    def __init__(self, body: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, body: Callable[[], None]) -> None:
         self._body: Callable[[], None] | None = body
-        self._after: Callable[[], None] | None = after
         self._claim = threading.Lock()
         self.done = threading.Event()
 
@@ -28,15 +27,13 @@ class Job:
         """Do it now, unless a thread already does or did."""
         if not self._claim.acquire(blocking=False):
             return
-        body, after = self._body, self._after
-        self._body = self._after = None  # a finished job keeps nothing alive
-        assert body is not None and after is not None
+        body, self._body = self._body, None  # a finished job keeps nothing alive
+        assert body is not None
         try:
             body()
         finally:
             del body
             self.done.set()
-            after()
 
     def finish(self) -> None:
         """Return when it has run, running it here if nobody has begun."""
