@@ -22,3 +22,11 @@ def asks_alone(node_name: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("delta.runtime."):
         frame = frame.f_back
     return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
+def runs_the_program_s_code() -> bool:
+    """Whether the node of backward that runs is an `autograd.Function`, other than that of a compiled graph."""
+    node = torch._C._current_autograd_node()
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    return not getattr(type(node), "_forward_cls").__module__.startswith("torch._functorch")  # noqa: B009, not typed

@@ -27,12 +27,14 @@ from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.keeping import Kept
 from delta.record import Host
+from delta.runtime.asker import runs_the_program_s_code
 from delta.runtime.attached import Attached
 from delta.runtime.batch_norm import Trials
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.gauge import Gauge
 from delta.runtime.kept import KeptTensors
+from delta.runtime.landing import is_landing
 from delta.runtime.moments import Moments
 from delta.runtime.note import Made, Readers
 from delta.runtime.noted import Noted
@@ -489,12 +491,24 @@ class Core:
                     return view.over(signs)
                 self.rematerialiser.bring_back(record)
             storage = self.ready(record)
+            if is_landing(storage) and runs_the_program_s_code():
+                storage = self._resizable(record, storage)
             self.device.share(storage)
             return view.over(storage)
         finally:
             self.run(self.engine.served(handle))
             self.attached.given_out(record)
             self.go_on()
+
+    def _resizable(self, record: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The program's own code may do with a storage whatever it could without Delta."""
+        slot = self.slots[record]
+        assert slot.ref is not None
+        self.engine.ledger.note_peak(storage.nbytes())
+        self.untrack(slot.ref)
+        slot.storage = storage.clone()
+        slot.ref = self.track(slot.storage, record)
+        return slot.storage
 
     def lend(self, record: int) -> None:
         """Have what a replay reads at hand; `Engine.served` ends that."""

@@ -28,6 +28,8 @@ from typing import cast
 import psutil
 import torch
 
+from delta.runtime.landing import is_landing
+
 _MADV_DONTNEED = 4
 _HUGE_PAGE_BYTES = 2 * 2**20  # where pages have 4 KiB; elsewhere a multiple of the page all the same
 _STATM = "/proc/self/statm"
@@ -78,10 +80,12 @@ def sole_owner(storage: torch.UntypedStorage, tensors: int = 0) -> bool:
 
     The use count is 1 for a storage that only its Python handle holds; each tensor adds one. Several names for one
     handle cannot be told apart, and memory that torch only borrowed (numpy, mmap, DLPack) is recognised by being not
-    resizable. Memory of a card always passes for shared, whoever uses it.
+    resizable, unless it was borrowed here. Memory of a card always passes for shared, whoever uses it.
     """
     users: int = torch._C._storage_Use_Count(storage._cdata)
-    return users == 1 + tensors and storage.resizable() and (storage.is_cuda or not storage.is_shared())
+    if users != 1 + tensors or not (storage.resizable() or is_landing(storage)):
+        return False
+    return storage.is_cuda or not storage.is_shared()
 
 
 class ResidentMeter:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from delta.runtime.asker import runs_the_program_s_code
 from delta.runtime.compiled import compiled_calls
 from delta.runtime.core import Core
 from delta.runtime.recorder import Recorder
@@ -134,7 +135,7 @@ class Switch:
         if self._recorder not in self._on:
             return
         self._core.device.enforce(False)
-        if _runs_the_program_s_code(torch._C._current_autograd_node()):
+        if runs_the_program_s_code():
             return
         if _get_current_dispatch_mode() is self._recorder:
             torch._C._pop_torch_dispatch_stack(None)
@@ -169,10 +170,3 @@ class Switch:
             self._on.append(mode)
         if recorded is not (self._recorder in wanted):
             self._core.engine.recording(not recorded)
-
-
-def _runs_the_program_s_code(node: Any) -> bool:
-    """Whether a node of backward is an `autograd.Function`, other than that of a compiled graph."""
-    if not isinstance(node, torch.autograd.function.BackwardCFunction):
-        return False
-    return not getattr(type(node), "_forward_cls").__module__.startswith("torch._functorch")  # noqa: B009, not typed

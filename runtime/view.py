@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from delta.runtime.landing import is_landing
+
 _dispatch_keys = torch._C._dispatch_keys
 
 
@@ -51,7 +53,8 @@ def is_shared(tensor: Tensor) -> bool:
     processes says so (on CUDA any does, and it means nothing).
     """
     storage = tensor.untyped_storage()
-    return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
+    borrowed = not storage.resizable() and not is_landing(storage)
+    return borrowed or (storage.device.type == "cpu" and storage.is_shared())
 
 
 def is_plain(tensor: Tensor) -> bool:
