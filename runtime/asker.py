@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ def asks_alone(node_name: str) -> bool:
 
 def runs_the_program_s_code() -> bool:
     """Whether the node of backward that runs is an `autograd.Function`, other than that of a compiled graph."""
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
     return not getattr(type(node), "_forward_cls").__module__.startswith("torch._functorch")  # noqa: B009, not typed

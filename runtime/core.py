@@ -43,6 +43,7 @@ from delta.runtime.planning import PlanningAside
 from delta.runtime.recompute import Recipe
 from delta.runtime.rematerialise import Rematerialiser
 from delta.runtime.slots import Slot, StorageRef
+from delta.runtime.split import may_split
 from delta.runtime.swap import Swap
 from delta.runtime.view import View, is_shared
 from delta.runtime.watch import Watch
@@ -491,7 +492,7 @@ class Core:
                     return view.over(signs)
                 self.rematerialiser.bring_back(record)
             storage = self.ready(record)
-            if is_landing(storage) and runs_the_program_s_code():
+            if is_landing(storage) and self._may_be_resized(storage):
                 storage = self._resizable(record, storage)
             self.device.share(storage)
             return view.over(storage)
@@ -500,8 +501,12 @@ class Core:
             self.attached.given_out(record)
             self.go_on()
 
+    def _may_be_resized(self, storage: torch.UntypedStorage) -> bool:
+        """Whether whoever asks may do so: the program's own code, or a convolution's call that is to be split."""
+        return runs_the_program_s_code() or (self.engine.policy.splits(storage.nbytes()) and may_split())
+
     def _resizable(self, record: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The program's own code may do with a storage whatever it could without Delta."""
+        """A copy in place of a storage that cannot be resized."""
         slot = self.slots[record]
         assert slot.ref is not None
         self.engine.ledger.note_peak(storage.nbytes())

@@ -92,7 +92,7 @@ class _Split(TorchDispatchMode):
         core = handle.core
         handle.done()
         storage = value.untyped_storage()
-        if sys.getrefcount(storage) == _ONE_NAME and sole_owner(storage, tensors=1):
+        if sys.getrefcount(storage) == _ONE_NAME and sole_owner(storage, tensors=1) and storage.resizable():
             core.device.release(storage, tensors=1)
             storage.resize_(0)
             core.emptied(storage)

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactly import exact, trained
+from exactly import exact, numbers_of, trained
+from inside import different
 from torch import Tensor, nn
 
 import delta
 from delta.config import HostConfig
 from delta.runtime import landing as module
+from delta.runtime.core import Core
 from delta.runtime.device import cpu
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.landing import is_landing, landing
@@ -208,6 +210,24 @@ def test_training_from_landings_gives_the_same_bits(
 def test_the_program_may_resize_what_it_has_saved(straight: list[bool]) -> None:
     exact(partial(program, lambda x: x.untyped_storage().resize_(0)), "swap", "cpu", "0%")
     assert any(straight)
+
+
+def convolved() -> list[Tensor]:
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GELU()) for _ in range(4)))
+    return trained(model, lambda: model(torch.randn(3, 6, 16, 16)).pow(2).mean())
+
+
+def test_the_input_of_a_convolution_goes_between_its_two_calls(
+    straight: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[int] = []
+    tell = Core.emptied
+    monkeypatch.setattr(Core, "emptied", lambda core, storage: (emptied.append(storage.nbytes()), tell(core, storage)))
+    chosen = delta.load_policy("swap", {"filter.min_bytes": 1024, "backward.split_convolutions": True})
+    with delta.evict(activations="0%", policy=chosen, device="cpu"):
+        ours = numbers_of(convolved)
+    assert different(numbers_of(convolved), ours) == []
+    assert emptied and any(straight)
 
 
 @pytest.mark.parametrize("policy", ["swap", "delta"])
