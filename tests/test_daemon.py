@@ -7,9 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
+import delta
+from delta.runtime import session
+from delta.runtime.core import Core
 from delta.runtime.daemon import Daemon
 
 LONG_S, SHORT_S = 3600.0, 0.001  # never within a test, and many times
@@ -161,3 +166,46 @@ def test_it_costs_next_to_nothing_when_idle(start: Start) -> None:
 def test_a_period_must_be_above_zero(period_s: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
         Daemon(lambda: None, period_s, "delta-test")
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_session_whose_samples_fail_says_so_at_its_end(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    """Unless the program itself has failed."""
+    sampled = threading.Event()
+
+    def sample(_: Core) -> None:
+        sampled.set()
+        raise KeyError("no sample")
+
+    monkeypatch.setattr(Core, "sample", sample)
+    monkeypatch.setattr(session, "IDLE_S", SHORT_S)
+    with pytest.raises(ValueError if failed else KeyError), delta.evict(device="cpu"):
+        assert sampled.wait(5)
+        if failed:
+            raise ValueError("of the program")
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_samples_are_taken_often_only_for_a_timeline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, written: bool
+) -> None:
+    periods_s: list[float] = []
+    made = session.Daemon
+
+    def daemon(tick: Callable[[], None], period_s: float, name: str) -> Daemon:
+        periods_s.append(period_s)
+        return made(tick, period_s, name)
+
+    monkeypatch.setattr(session, "Daemon", daemon)
+    with delta.evict(device="cpu", timeline=tmp_path / "timeline.jsonl" if written else None):
+        pass
+    assert periods_s == [session.SAMPLE_S if written else session.IDLE_S]
+
+
+def test_memory_is_looked_at_when_backward_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "IDLE_S", LONG_S)
+    weight = torch.randn(64, 64, requires_grad=True)
+    with delta.evict(device="cpu") as run:
+        before = run.report().peak_device_bytes
+        weight.sin().sum().backward()
+        assert before == 0 < run.report().peak_device_bytes

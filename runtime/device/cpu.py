@@ -233,10 +233,11 @@ class _HeapMover:
         spent_ns: dict[bool, list[int]] = {True: [], False: []}
         end_ns = time.perf_counter_ns() + _PROBE_NS
         for _ in range(_PROBE_ROUNDS):
-            for self._detour in spent_ns:
+            for detour, each_ns in spent_ns.items():
+                self._detour = detour
                 began_ns = time.thread_time_ns()
                 read()
-                spent_ns[self._detour].append(time.thread_time_ns() - began_ns)
+                each_ns.append(time.thread_time_ns() - began_ns)
             if time.perf_counter_ns() > end_ns:
                 break
         self._detour = min(spent_ns[True]) <= min(spent_ns[False])
