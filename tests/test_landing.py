@@ -230,6 +230,45 @@ def test_the_input_of_a_convolution_goes_between_its_two_calls(
     assert emptied and any(straight)
 
 
+class Landed(torch.autograd.Function):
+    """The same values in a storage that was cut."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        storage = cut(x.numel() * x.element_size())
+        return torch.empty(0).set_(storage, 0, x.shape, x.stride()).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("share", ["40%", "70%"])
+def test_a_convolution_is_not_split_over_what_cannot_be_resized(share: str) -> None:
+    """What a backward has saved once more may be kept as it is."""
+    convolutions = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(4))
+
+    def steps() -> list[Tensor]:
+        losses = []
+        for index in range(10):
+            x = torch.full((3, 6, 16, 16), 0.1 * index)
+            for convolution in convolutions:
+                x = convolution(Landed.apply(torch.tanh(x)))
+            loss = x.pow(2).mean()
+            del x
+            loss.backward()
+            losses.append(loss.detach())
+        gradients = [parameter.grad.clone() for parameter in convolutions.parameters()]
+        convolutions.zero_grad()
+        return [*losses, *gradients]
+
+    chosen = delta.load_policy("delta", {"filter.min_bytes": 1024, "backward.split_convolutions": True})
+    plain = steps()
+    with delta.evict(activations=share, policy=chosen, device="cpu"):
+        ours = steps()
+    assert different(plain, ours) == []
+
+
 @pytest.mark.parametrize("policy", ["swap", "delta"])
 def test_a_write_into_what_was_saved_is_refused_as_ever(straight: list[bool], policy: str) -> None:
     """By the second backward that reads it."""
