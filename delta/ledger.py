@@ -18,6 +18,18 @@ from dataclasses import replace
 from delta.record import Host, LedgerError, Record
 from delta.types import Kind, OpInfo
 
+_HOST_GOES = frozenset(
+    {
+        (Host.NONE, Host.LEAVING),
+        (Host.LEAVING, Host.WHOLE),
+        (Host.LEAVING, Host.NONE),
+        (Host.WHOLE, Host.COMING),
+        (Host.WHOLE, Host.NONE),
+        (Host.COMING, Host.WHOLE),
+    }
+)
+"""From and to: the ways a host copy may go."""
+
 
 class Ledger:
     """All records and live ops, with running totals that `validate` re-derives."""
@@ -287,13 +299,7 @@ class Ledger:
     # -- the host copy --------------------------------------------------------------------------------------------
     def set_host(self, record: int, state: Host) -> None:
         rec = self.records[record]
-        legal = {
-            Host.NONE: {Host.LEAVING},
-            Host.LEAVING: {Host.WHOLE, Host.NONE},
-            Host.WHOLE: {Host.COMING, Host.NONE},
-            Host.COMING: {Host.WHOLE},
-        }
-        if state not in legal[rec.host]:
+        if (rec.host, state) not in _HOST_GOES:
             raise LedgerError(f"record {record}: host copy cannot go from {rec.host.value} to {state.value}")
         if state is Host.LEAVING and not rec.held:
             raise LedgerError(f"record {record} is not held and cannot be copied out")

@@ -20,6 +20,8 @@ class Host(Enum):
     WHOLE = "whole"
     COMING = "coming"  # copy back running; the host copy stays whole until it ends
 
+    __hash__ = object.__hash__  # of one by its name is a call of Python's, several for each copy
+
 
 @dataclass(slots=True)
 class Record:

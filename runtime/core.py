@@ -33,6 +33,7 @@ from delta.runtime.batch_norm import Trials
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.gauge import Gauge
+from delta.runtime.handle import Handle
 from delta.runtime.kept import KeptTensors
 from delta.runtime.landing import is_landing
 from delta.runtime.moments import Moments
@@ -45,7 +46,8 @@ from delta.runtime.rematerialise import Rematerialiser
 from delta.runtime.slots import Slot, StorageRef
 from delta.runtime.split import may_split
 from delta.runtime.swap import Swap
-from delta.runtime.view import View, is_shared
+from delta.runtime.versions import over
+from delta.runtime.view import is_shared
 from delta.runtime.watch import Watch
 from delta.runtime.writes import Writes
 from delta.timeline import Timeline
@@ -466,7 +468,7 @@ class Core:
         if self.moments is not None and self.engine.learner.recorded:
             self.moments.saw(self.engine.learner.log)
 
-    def fetch(self, handle: int, view: View, told: bool = False) -> Tensor:
+    def fetch(self, packed: Handle, told: bool = False) -> Tensor:
         """What a handle stands for, brought back if need be and ready for the current stream. `told`: the engine has
         heard of the need.
 
@@ -480,24 +482,24 @@ class Core:
         now_ns = time.perf_counter_ns()
         self._host_step_ns = now_ns - self._step_began_ns
         if told:
-            needs = self.engine.lent(handle, now_ns)
+            needs = self.engine.lent(packed.record, now_ns)
         else:
-            needs = self.engine.need(handle, now_ns, torch._C._current_graph_task_id() != -1)
+            needs = self.engine.need(packed.record, now_ns, torch._C._current_graph_task_id() != -1)
         self._note_moment()
-        record = self.engine.ledger.resolve(handle)
+        record = self.engine.ledger.resolve(packed.record)
         try:
             self.run(needs)
             if not self.engine.ledger.records[record].held:
                 if (signs := self.encoder.stand_in(record)) is not None:
-                    return view.over(signs)
+                    return over(packed.counter, packed.view.over(signs))
                 self.rematerialiser.bring_back(record)
             storage = self.ready(record)
             if is_landing(storage) and self._may_be_resized(storage):
                 storage = self._resizable(record, storage)
             self.device.share(storage)
-            return view.over(storage)
+            return over(packed.counter, packed.view.over(storage))
         finally:
-            self.run(self.engine.served(handle))
+            self.run(self.engine.served(packed.record))
             self.attached.given_out(record)
             self.go_on()
 

@@ -34,7 +34,8 @@ class ExtentAllocator:
         self.alignment_bytes = alignment_bytes
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self.top_bytes = 0  # everything at and above it is untouched room
+        self.top_bytes = 0  # everything at and above it is free
+        self.most_bytes = 0  # where the top was at the most: room above that was never used
         self._free: list[Extent] = []  # holes below the top, by offset, never adjacent to each other or to the top
         self._live: dict[int, Extent] = {}
 
@@ -49,6 +50,7 @@ class ExtentAllocator:
         elif self.capacity_bytes is None or self.top_bytes + size <= self.capacity_bytes:
             extent = Extent(self.top_bytes, size)
             self.top_bytes = extent.end_bytes
+            self.most_bytes = max(self.most_bytes, self.top_bytes)
         else:
             return None
         self._live[extent.offset_bytes] = extent
@@ -56,9 +58,11 @@ class ExtentAllocator:
         return extent
 
     def growth_bytes(self, nbytes: int) -> int:
-        """How far the top would move if ``nbytes`` were allocated now: 0 when a hole fits."""
+        """How much room that was never used it would take if ``nbytes`` were allocated now."""
         size = round_up(max(nbytes, 1), self.alignment_bytes)
-        return 0 if any(hole.nbytes >= size for hole in self._free) else size
+        if self.top_bytes + size <= self.most_bytes or any(hole.nbytes >= size for hole in self._free):
+            return 0
+        return self.top_bytes + size - self.most_bytes
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. ValueError when it is not one that is out."""
@@ -74,6 +78,7 @@ class ExtentAllocator:
         ends = [0, *(part.end_bytes for part in parts)]
         assert [part.offset_bytes for part in parts] == ends[:-1], "extents overlap or leave a gap"
         assert ends[-1] == self.top_bytes, "the top is not the end of the last extent"
+        assert self.top_bytes <= self.most_bytes, "the top was never seen so high"
         assert self.used_bytes == sum(part.nbytes for part in self._live.values())
         touching = [
             left

@@ -6,6 +6,9 @@ Delta leaves it alone. With hooks installed autograd no longer checks for change
 tensor was saved at and raise autograd's own complaint (rule 3). A handle keeps the tensor's version counter without its
 bytes, and what it unpacks counts on it: a backward that writes into what it saved is noticed by the next one that reads
 it.
+
+Aliases are made before a copy is asked for. The thread that does it waits for Python's lock from then on, and would
+take its turn at the first call that lets go of that, with the program waiting: 0.1 to 0.2 ms each time.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from torch import Tensor
 
 from delta.errors import DeltaError, StorageModifiedError
 from delta.learner import ANY_LOOK
-from delta.runtime.handle import LET_GO, Handle, handle_of
+from delta.runtime.handle import LET_GO, Handle
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.runtime.note import NotedTensor
 from delta.runtime.split import may_split, split
-from delta.runtime.versions import over, without_graph
-from delta.runtime.view import is_plain
+from delta.runtime.versions import counter_of, over, without_graph
+from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
 from delta.types import Look
 
@@ -75,9 +78,10 @@ class Hooks:
         signature = signature_of(tensor, nbytes)
         stays = core.engine.stays(nbytes)
         look = Look(hash((tensor.dim(), tensor.dtype)), tuple(tensor.shape)) if core.engine.looks else ANY_LOOK
+        view, counter = View.of(tensor), counter_of(tensor)
         with core.entered():
             record = core.saved(tensor, signature, look, stays)
-        return handle_of(core, record, tensor, version, stays)
+        return Handle(core, record, view, counter, version, stays)
 
     def _take_over(self) -> None:
         """What was only watched so far does not fit: look after it from here on."""
@@ -121,9 +125,9 @@ class Hooks:
         if packed.stays:
             return over(packed.counter, packed.view.over(core.fetch_small(packed.record)))
         with core.entered():
-            found = core.fetch(packed.record, packed.view)
+            found = core.fetch(packed)
         core.raise_warnings()
-        return _for_its_node(packed, over(packed.counter, found))
+        return _for_its_node(packed, found)
 
     def _kept(self, packed: KeptTensor) -> Tensor:
         tensor = packed.tensor

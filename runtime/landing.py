@@ -15,10 +15,6 @@ _cut: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by identity
 
 def landing(nbytes: int, phase_bytes: int, block_bytes: int) -> torch.UntypedStorage:
     """A storage on the CPU of that many bytes, which begin `phase_bytes` behind the start of a block."""
-    storage = torch.UntypedStorage(nbytes)
-    if (phase_bytes - storage.data_ptr()) % block_bytes == 0:
-        return storage
-    del storage
     whole = torch.UntypedStorage(nbytes + block_bytes)
     skipped_bytes = (phase_bytes - whole.data_ptr()) % block_bytes
     memory = (ctypes.c_ubyte * nbytes).from_address(whole.data_ptr() + skipped_bytes)

@@ -212,7 +212,7 @@ class Noted:
     def _fetch_taken(self, packed: NotedTensor) -> Tensor:
         handle = packed.taken
         assert handle is not None
-        return over(handle.counter, self._core.fetch(handle.record, handle.view, told=True))
+        return self._core.fetch(handle, told=True)
 
     # -- ends ------------------------------------------------------------------------------------------------------
     def note_died(self, readers: Readers, keys: Sequence[int]) -> None:

@@ -74,6 +74,14 @@ def test_growth_is_told_beforehand() -> None:
     assert room.growth_bytes(25) == 0
 
 
+def test_room_that_was_used_before_is_no_growth() -> None:
+    room = ExtentAllocator(10)
+    allocate(room, 10)
+    room.free(allocate(room, 20))
+    assert (room.top_bytes, room.most_bytes) == (10, 30)
+    assert [room.growth_bytes(nbytes) for nbytes in (20, 21, 45)] == [0, 10, 30]
+
+
 def test_freeing_twice_is_an_error() -> None:
     room = ExtentAllocator(512)
     extent = allocate(room, 1)
