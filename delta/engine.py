@@ -288,7 +288,8 @@ class Engine:
             self.ledger.restart_peaks()
             self.learner.begin(self._recording)
             self.learner.standing_bytes = self.ledger.resident_bytes if self.ledger.left_over else 0
-        self.learner.packed(signature, self._net_ns(now_ns), look)
+        net_ns = self._net_ns(now_ns)
+        self.learner.packed(signature, net_ns, look)
         if begins and self.learner.plan is not None:
             self.totals.planned(self.planning.made > plans_before, self._clock() - began_ns)
         first = rec.saved_at < 0
@@ -300,7 +301,7 @@ class Engine:
             return self._saved_again(rec, alone) + self._room.make(0, now_ns)
         if not self.learner.given_up:
             self._recall.by_order.append(record)
-        self.learner.saved(record, rec.nbytes, rec.kind, self._net_ns(now_ns))
+        self.learner.saved(record, rec.nbytes, rec.kind, net_ns)
         if self._headroom is not None:
             self._headroom.saved()
         if rec.encoding is not None:
@@ -426,7 +427,7 @@ class Engine:
         if self.learner.in_step and rec.saved_at >= 0:
             self.learner.needed(rec.saved_at, self._net_ns(now_ns))
         if self._headroom is None:
-            return self._recall.bring(rec, now_ns)
+            return self._recall.bring(rec, now_ns) if not rec.held else []
         self._headroom.needed()
         return self._room.make(0, now_ns) + self._recall.bring(rec, now_ns)
 
@@ -440,7 +441,7 @@ class Engine:
         """The value was handed to backward."""
         record = self.ledger.resolve(handle)
         self.ledger.unpin(record)
-        return self._settling.settle(record)
+        return self._settling.settle(record) if not self.ledger.records[record].handles else []
 
     def unsaved(self, handle: int, now_ns: int) -> list[Instruction]:
         """A handle died."""

@@ -84,9 +84,9 @@ class Following:
     def _do(self, rec: Record, action: Action, now_ns: int) -> list[Instruction]:
         if action is Action.KEEP or not self._candidates.may_go(rec) or not self._candidates.allows(action):
             return []
+        if action is Action.SWAP:
+            return self._carry_out(rec, action, now_ns, False) if not self._candidates.host_full else []
         if self._candidates.drops(rec, action) and not self._ledger.recoverable(rec.id, grasp=True):
-            return []
-        if action is Action.SWAP and self._candidates.host_full:
             return []
         if action is Action.ENCODE and (rec.encoding is None or rec.host is not Host.NONE):
             return []

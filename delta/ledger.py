@@ -121,7 +121,7 @@ class Ledger:
             self.left_over += 1
         if rec.handles == 1:
             self._count_unevicted(rec)
-            if not rec.available:
+            if rec.op is not None and not rec.available:
                 self._may_be_read(rec)
         self.touched.add(record)
         return rec.handles == 1
@@ -187,7 +187,8 @@ class Ledger:
         rec.held = rec.alive = True
         self._account(rec, peak=not soon)
         self._put_last(record)
-        self._discard_encoded(rec)
+        if rec.encoded_bytes:
+            self._discard_encoded(rec)
         self._went_or_came(rec)
 
     def let_go(self, record: int) -> None:
@@ -201,7 +202,8 @@ class Ledger:
             raise LedgerError(f"record {record} is in use")
         if rec.host is Host.NONE and not self.recoverable(record) and self.needed(record):
             raise LedgerError(f"letting go of record {record} would lose its value")
-        self._discard_encoded(rec)
+        if rec.encoded_bytes:
+            self._discard_encoded(rec)
         rec.held = rec.being_encoded = False
         self._account(rec)
         self.held.pop(record, None)
@@ -223,8 +225,10 @@ class Ledger:
 
     def pin(self, record: int, now_ns: int) -> None:
         """A use of the record begins: until it ends the record stays."""
-        self.records[record].pins += 1
-        self.use(record, now_ns)
+        rec = self.records[record]
+        rec.pins += 1
+        rec.used_ns = now_ns
+        self.touched.add(record)
 
     def unpin(self, record: int) -> None:
         """One use of the record has ended."""
@@ -292,9 +296,8 @@ class Ledger:
         del self.held[record]
 
     def _discard_encoded(self, rec: Record) -> None:
-        if rec.encoded_bytes:
-            rec.encoded_bytes = 0
-            self._account(rec)
+        rec.encoded_bytes = 0
+        self._account(rec)
 
     # -- the host copy --------------------------------------------------------------------------------------------
     def set_host(self, record: int, state: Host) -> None:
@@ -466,7 +469,8 @@ class Ledger:
             if rec.held or (rec.alive and rec.encoded_bytes):
                 idle[rec.id] = None
             elif not rec.alive:
-                self._discard_encoded(rec)
+                if rec.encoded_bytes:
+                    self._discard_encoded(rec)
                 self._change(*self.parents(rec.id))
                 del self.records[rec.id]
                 for known in (self.copied, self.dead_ends, self.moved, self.touched, self._unread):
@@ -521,7 +525,8 @@ class Ledger:
             self._count_unevicted(rec)
         rec.held = True
         self._account(rec)
-        self._discard_encoded(rec)
+        if rec.encoded_bytes:
+            self._discard_encoded(rec)
         self._put_last(record)
         self._went_or_came(rec)
 

@@ -99,6 +99,9 @@ class Room:
     def make_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
         """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all
         told; copies out that are late by then are waited for as if nothing else would go."""
+        routine = self._learner.routine
+        if routine is not None and order < len(routine.coming_bytes) and self.has_for(routine.coming_bytes[order], 0):
+            return []
         if order + 1 >= len(plan.saved_bytes):
             return self.make(0, now_ns)
         limit = self._limit(self._headroom.at_next_save_bytes if self._headroom is not None else None)
@@ -251,12 +254,10 @@ class Room:
 
     def dropped_uncounted(self) -> None:
         """The same of a storage that has no record."""
-        self.evicted = True
-        self._totals.evictions[Action.RECOMPUTE.value] = self._totals.evictions.get(Action.RECOMPUTE.value, 0) + 1
+        self._count(Action.RECOMPUTE)
 
     def carry_out(self, rec: Record, action: Action, now_ns: int, wait: bool) -> list[Instruction]:
-        self.evicted = True
-        self._totals.evictions[action.value] = self._totals.evictions.get(action.value, 0) + 1
+        self._count(action)
         if action is Action.SWAP and rec.host is Host.NONE:
             self._ledger.set_host(rec.id, Host.LEAVING)
             self._queue.begin_out(rec.nbytes, now_ns)
@@ -277,6 +278,11 @@ class Room:
             self._ledger.stand_in(rec.id)
             return [*out, Encode(rec.id)]
         return [*out, Drop(rec.id, action)]
+
+    def _count(self, action: Action) -> None:
+        self.evicted = True
+        evictions, name = self._totals.evictions, str(action)
+        evictions[name] = evictions.get(name, 0) + 1
 
     def _short(self, over_bytes: int, coming_bytes: int) -> None:
         """Nothing more can go and it still does not fit. What the program itself still uses may go by itself soon, so

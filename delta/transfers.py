@@ -54,7 +54,7 @@ class Transfers:
         self._ledger.set_host(record, Host.WHOLE)
         self._ledger.note_peak()
         self._totals.swapped_in_bytes += rec.nbytes
-        return self._settling.settle(record)
+        return self._settling.settle(record) if not rec.handles else []
 
     def late(self, order: int) -> None:
         """A value, by the order of its first save, was needed while its copy back was still under way."""

@@ -34,10 +34,12 @@ class Attached:
             looked_at = looked_at[:_FEW] + looked_at[-_FEW:]
         for record in looked_at:
             slot = self._slots.get(record)
-            storage = slot.alive() if slot is not None else None
-            if slot is None or storage is None:
+            if slot is None:
                 continue
-            if slot.storage is not None and sole_owner(storage):
+            if slot.storage is None:
+                if slot.alive() is not None:
+                    attached.append(record)
+            elif sole_owner(slot.storage):
                 self._loose(record)
             else:
                 attached.append(record)

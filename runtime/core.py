@@ -428,7 +428,8 @@ class Core:
     def go_on(self) -> None:
         """A need was served: what the plan puts after it."""
         self.run(self.engine.prefetch(time.perf_counter_ns()))
-        self.gauge.look(own=True)
+        if self.gauge.on:
+            self.gauge.look(own=True)
 
     def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool) -> int:
         """Autograd saved a tensor; returns its record. `stays`: it is too small to be evicted, and when the program
@@ -444,7 +445,8 @@ class Core:
         now_ns = time.perf_counter_ns()
         if begins:
             self._step_began_ns = now_ns
-        self.gauge.look()
+        if self.gauge.on:
+            self.gauge.look()
         if self._untimed:
             self._time_ops(wait=False)
         if not stays:
@@ -459,7 +461,8 @@ class Core:
             self.clock.hold_back(min(self._host_step_ns, _LONGEST_HOLD_NS))
         self._note_moment()
         self.run(instructions)
-        self.emit("saved", record=record, nbytes=rec.nbytes)
+        if self.timeline.active:
+            self.emit("saved", record=record, nbytes=rec.nbytes)
         return record
 
     def _note_moment(self) -> None:
@@ -476,7 +479,8 @@ class Core:
         moment it is let go of, and the end of a copy out that was under way all along lets go of it.
         """
         self.device.meet()
-        self.gauge.look()
+        if self.gauge.on:
+            self.gauge.look()
         if not self.engine.keeping.any:  # else it is looked up when somebody asks what may go
             self.find_used()
         now_ns = time.perf_counter_ns()
@@ -580,10 +584,11 @@ class Core:
             self.owner = owner
 
     # -- instructions ---------------------------------------------------------------------------------------------
-    def run(self, instructions: Iterable[Instruction]) -> None:
+    def run(self, instructions: Sequence[Instruction]) -> None:
         """Carry them out, and take in what came of it."""
-        self.carry_out(instructions)
-        if not self._draining and self.inbox:
+        if instructions:
+            self.carry_out(instructions)
+        if self.inbox and not self._draining:
             self._drain()
 
     def carry_out(self, instructions: Iterable[Instruction]) -> None:
@@ -593,12 +598,12 @@ class Core:
                     self.hold(record)
                 case Drop(record, action):
                     self.let_go(record)
-                    self.emit(
-                        "evicted", record=record, nbytes=self.engine.ledger.records[record].nbytes, action=str(action)
-                    )
+                    if self.timeline.active:
+                        nbytes = self.engine.ledger.records[record].nbytes
+                        self.emit("evicted", record=record, nbytes=nbytes, action=str(action))
                 case Release(record):
                     self.let_go(record)
-                    if record in self.engine.ledger:  # the end of a step forgets what was only an encoded form
+                    if self.timeline.active and record in self.engine.ledger:  # else it was only an encoded form
                         self.emit("freed", record=record, nbytes=self.engine.ledger.records[record].nbytes)
                 case SwapOut(record, wait):
                     self.swap.out(record, wait)

@@ -65,21 +65,21 @@ class Hooks:
                 self._take_over()
                 core.raise_warnings()
             return watched
-        if core.keeps and (kept := core.kept.pack(tensor)) is not None:
+        nbytes = tensor.untyped_storage().nbytes()
+        signature = signature_of(tensor, nbytes)
+        if core.keeps and (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
             return kept
-        handle = self._handle(tensor, tensor._version)
+        handle = self._handle(tensor, tensor._version, nbytes, signature)
         core.at_pack()
         core.raise_warnings()
         return handle
 
-    def _handle(self, tensor: Tensor, version: int) -> Handle:
+    def _handle(self, tensor: Tensor, version: int, nbytes: int, signature: int) -> Handle:
         core = self._core
-        nbytes = tensor.untyped_storage().nbytes()
-        signature = signature_of(tensor, nbytes)
         stays = core.engine.stays(nbytes)
         look = Look(hash((tensor.dim(), tensor.dtype)), tuple(tensor.shape)) if core.engine.looks else ANY_LOOK
         view, counter = View.of(tensor), counter_of(tensor)
-        with core.entered():
+        with core:
             record = core.saved(tensor, signature, look, stays)
         return Handle(core, record, view, counter, version, stays)
 
@@ -88,7 +88,7 @@ class Hooks:
         for watched in self._core.watch.hand_over():
             tensor, watched.tensor = watched.tensor, None
             assert tensor is not None
-            watched.taken = self._handle(tensor, watched.version)
+            watched.taken = self._handle(tensor, watched.version, watched.nbytes, signature_of(tensor, watched.nbytes))
             del tensor
         self._core.at_pack()
 
@@ -124,7 +124,7 @@ class Hooks:
         core.at_unpack()
         if packed.stays:
             return over(packed.counter, packed.view.over(core.fetch_small(packed.record)))
-        with core.entered():
+        with core:
             found = core.fetch(packed)
         core.raise_warnings()
         return _for_its_node(packed, found)

@@ -65,13 +65,11 @@ class KeptTensors:
         self._least_bytes = core.engine.policy.filter.min_bytes
         self._tensors: list[weakref.ref[KeptTensor]] = []
 
-    def pack(self, tensor: Tensor) -> KeptTensor | NotedTensor | Handle | None:
+    def pack(self, tensor: Tensor, nbytes: int, signature: int) -> KeptTensor | NotedTensor | Handle | None:
         """What autograd gets in place of a tensor that the plan keeps, or drops at once; None if more has to be done
-        than that."""
+        than that. `nbytes`: of its storage."""
         core, learner = self._core, self._learner
         storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        signature = signature_of(tensor, nbytes)
         if core.inbox:
             core.hear()
         with core.briefly:

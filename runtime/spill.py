@@ -58,7 +58,8 @@ class SpillFile:
     def __init__(self, directory: str | None = None, *, direct: bool = True) -> None:
         self.directory = directory if directory is not None else tempfile.gettempdir()
         self.direct = direct  # after the file is open: what is really used
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
         self._extents = ExtentAllocator(BLOCK_BYTES)
         self._buffers: list[AlignedBuffer] = []
         self._active = 0  # reads and writes under way
@@ -154,7 +155,7 @@ class SpillFile:
         """
         with self._lock:
             self._closed = True
-            self._lock.wait_for(lambda: self._active == 0)
+            self._idle.wait_for(lambda: self._active == 0)
             self._buffers.clear()
             self._fd = None
             if self._closer is not None:
@@ -176,7 +177,7 @@ class SpillFile:
                 self._active -= 1
                 if buffer is not None and not self._closed and len(self._buffers) < _SPARE_BUFFERS:
                     self._buffers.append(buffer)
-                self._lock.notify_all()
+                self._idle.notify_all()
 
     def _open(self) -> int:
         """The file, made at the first call. The caller holds the lock."""

@@ -87,8 +87,10 @@ class Swap:
 
     def back(self, record: int) -> None:
         """Begin a copy back. If it cannot be begun, whoever needs the value asks for it again."""
-        with suppress(SwapError, torch.OutOfMemoryError):
+        try:
             self._begin_back(record)
+        except (SwapError, torch.OutOfMemoryError):
+            return
 
     def _begin_back(self, record: int) -> None:
         slot = self._core.slots[record]
@@ -178,7 +180,8 @@ class Swap:
         saved tensor: where they end in order, only the first of those under way is asked about.
         """
         device = self._core.device
-        self._look_at_stalls()
+        if self._stalls:
+            self._look_at_stalls()
         for record in list(self._going):
             slot = self._core.slots.get(record)
             if slot is None or slot.going is None:
@@ -205,11 +208,12 @@ class Swap:
 
     def _tell(self, record: int, ticket: Ticket) -> None:
         """A copy has ended."""
-        self._core.emit(
-            "copied",
-            record=record,
-            nbytes=ticket.nbytes,
-            direction=ticket.direction,
-            start_ns=ticket.started_ns,
-            end_ns=ticket.finished_ns or time.perf_counter_ns(),
-        )
+        if self._core.timeline.active:
+            self._core.emit(
+                "copied",
+                record=record,
+                nbytes=ticket.nbytes,
+                direction=ticket.direction,
+                start_ns=ticket.started_ns,
+                end_ns=ticket.finished_ns or time.perf_counter_ns(),
+            )

@@ -99,7 +99,8 @@ class CpuDevice:
     def ready(self, ticket: Ticket) -> bool:
         if not _own(ticket).ended():
             return False
-        ticket.raise_failure()
+        if ticket.failure is not None:
+            ticket.raise_failure()
         return True
 
     def wait(self, ticket: Ticket) -> None:

@@ -47,7 +47,7 @@ class FileTicket(Ticket):
     job: Job | None = None
 
     def ended(self) -> bool:
-        return self.the_job.done
+        return self.job is not None and self.job.done
 
     def finish(self) -> None:
         """Wait for the end; a transfer that no thread has begun is done here and now."""

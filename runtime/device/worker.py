@@ -59,7 +59,7 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Queue the job; after `stop`, run it here."""
         with self._lock:
-            if not self._stopped and self._started():
+            if not self._stopped and (self._thread is not None or self._started()):
                 self._queue.put(job)
                 return
         job.run()
@@ -75,13 +75,12 @@ class Worker:
                 thread.join()
 
     def _started(self) -> bool:
-        if self._thread is None:
-            thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter is shutting down: no new threads, but jobs still have to be done
-                return False
-            self._thread = thread
+        thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down: no new threads, but jobs still have to be done
+            return False
+        self._thread = thread
         return True
 
 
