@@ -38,7 +38,7 @@ def without_graph(tensor: Tensor) -> Tensor:
     """The tensor without the node that made it, which may be the one that saves it: neither would ever die."""
     if tensor.is_leaf:
         return tensor
-    if type(tensor) is not Tensor:
+    if type(tensor) is not Tensor or not torch._C._len_torch_dispatch_stack():
         return tensor.detach()
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
