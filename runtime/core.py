@@ -15,17 +15,15 @@ import itertools
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
-from delta.keeping import Kept
 from delta.record import Host
 from delta.runtime.asker import runs_the_program_s_code
 from delta.runtime.attached import Attached
@@ -34,10 +32,10 @@ from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.gauge import Gauge
 from delta.runtime.handle import Handle
+from delta.runtime.inbox import Inbox
 from delta.runtime.kept import KeptTensors
 from delta.runtime.landing import is_landing
 from delta.runtime.moments import Moments
-from delta.runtime.note import Made, Readers
 from delta.runtime.noted import Noted
 from delta.runtime.persistent import Persistent
 from delta.runtime.planning import PlanningAside
@@ -68,18 +66,7 @@ from delta.types import (
     SwapOut,
 )
 
-_NOTES = 16  # of small storages that are needed no more, until they are let go of
 _LONGEST_HOLD_NS = 2_000_000_000
-
-
-_Note = (
-    tuple[Literal["gone", "unsaved"], int]
-    | tuple[Literal["kept"], Kept]
-    | tuple[Literal["noted"], Kept, weakref.ref[Made]]
-    | tuple[Literal["went"], weakref.ref[Made]]
-    | tuple[Literal["note"], Readers, Sequence[int]]
-)
-"""Something that happened when the engine could not be told."""
 
 
 def _nothing() -> None:
@@ -139,13 +126,12 @@ class Core:
         self.closing = False
         self.next_id: Callable[[], int] = itertools.count().__next__
         self.by_key: dict[int, int] = {}  # storage identity -> record
-        self._untimed: deque[tuple[int, Any]] = deque()
-        self.inbox: deque[_Note] = deque()
+        self.untimed: deque[tuple[int, Any]] = deque()  # ops whose times the device has not told yet
+        self.inbox = Inbox(self)
         self.lock = threading.RLock()
         self.depth = 0
         self.briefly = _Briefly(self)
         self._collects = False
-        self._draining = False
         self.owner = 0  # the thread that is in here; 0: none
         self._entered_ns = 0
         self._excluded_ns = 0
@@ -176,7 +162,7 @@ class Core:
     def __exit__(self, *exc: object) -> None:
         try:
             if self.depth == 1:
-                if self.inbox or self.closing:
+                if self.inbox.notes or self.closing:
                     self._drain()
                 self.overhead_ns += time.perf_counter_ns() - self._entered_ns - self._excluded_ns
         finally:
@@ -194,83 +180,22 @@ class Core:
         """Whether the calling thread is in here: the ops it runs are Delta's own."""
         return self.owner == threading.get_ident()
 
-    def handle_died(self, record: int, soon: bool = True) -> None:
-        """Called by a dying handle, from anywhere: never raises, never waits. Unless it is of use `soon` the engine
-        hears of it with what comes next, or when the step may have ended by it."""
-        self.inbox.append(("unsaved", record))
-        if soon or self._many_notes():
-            self._take_notes()
-
-    def kept_died(self, kept: Kept, soon: bool = False) -> None:
-        """The same, called by a dying saved tensor that was kept. Without a record, its bytes go by themselves."""
-        self.inbox.append(("kept", kept))
-        if soon or self._many_notes():
-            self._take_notes()
-
-    def noted_died(self, kept: Kept, made: weakref.ref[Made]) -> None:
-        """The same, called by a dying saved tensor on something that a noted call makes."""
-        self.inbox.append(("noted", kept, made))
-        if self._many_notes():
-            self._take_notes()
-
-    def note_died(self, readers: Readers, keys: Sequence[int], records: Sequence[int]) -> None:
-        """The same, called by a dying note: see there."""
-        self.inbox.append(("note", readers, keys))
-        self.inbox.extend([("unsaved", record) for record in records])
-        if self._many_notes():
-            self._take_notes()
-
-    def _many_notes(self) -> bool:
-        return len(self.inbox) >= min(_NOTES, self.engine.ledger.own_handles) or self.closing
-
-    def _take_notes(self) -> None:
-        if self.lock.acquire(blocking=False):
-            try:
-                if self.depth == 0:
-                    with self:
-                        pass
-            finally:
-                self.lock.release()
-
     def hear(self) -> None:
         """Take in the notes there are, so that what has died counts no more."""
         with self:
             pass
 
     def _drain(self) -> None:
-        """Take in what happened at times when the engine could not be told, and transfers that have ended."""
-        self._draining = True
+        """Take in transfers that have ended, and what happened at times when the engine could not be told."""
+        inbox = self.inbox
+        inbox.emptying = True  # what comes of a transfer waits for its turn
         try:
             if self.swap.busy:
                 self.swap.poll()
-            while self.inbox:
-                note = self.inbox.popleft()
-                if note[0] == "gone":
-                    if gone := self.engine.storage_gone(note[1]):
-                        self.run(gone)
-                    continue
-                if note[0] == "went":
-                    self.noted.went(note[1])
-                    continue
-                if note[0] == "note":
-                    self.noted.note_died(note[1], note[2])
-                    continue
-                if self._untimed:
-                    self._time_ops(wait=self.engine.ledger.own_handles == 1)  # the step is about to be learned from
-                if note[0] == "kept":
-                    read = self.noted.keeps(note[1].key)
-                    out = self.engine.unsaved_kept(note[1], time.perf_counter_ns(), read)
-                elif note[0] == "noted":
-                    out = self.engine.unsaved_kept(note[1], time.perf_counter_ns())
-                    self.noted.released(note[1], note[2])
-                else:
-                    out = self.engine.unsaved(note[1], time.perf_counter_ns())
-                if out:
-                    self.run(out)
-                if self.engine.finished_steps:
-                    self._step_ended()
         finally:
-            self._draining = False
+            inbox.emptying = False
+        if inbox.notes:
+            inbox.empty()
         if self.closing and self.engine.ledger.handles == 0:
             self._finish()
 
@@ -345,18 +270,18 @@ class Core:
             self.slots[record].recipe = recipe
         self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))
         if untimed is not None:
-            self._untimed.append((op.id, untimed))
+            self.untimed.append((op.id, untimed))
         if self.gauge.closely:
             self.gauge.look()
 
-    def _time_ops(self, wait: bool) -> None:
+    def time_ops(self, wait: bool) -> None:
         """Tell the engine the times the device has by now; with `wait`, all that are missing."""
-        while self._untimed:
-            op, token = self._untimed[0]
+        while self.untimed:
+            op, token = self.untimed[0]
             cost_ns = self.clock.wait_ns(token) if wait else self.clock.elapsed_ns(token)
             if cost_ns is None:
                 return
-            self._untimed.popleft()
+            self.untimed.popleft()
             self.engine.op_timed(op, cost_ns)
 
     def track(self, storage: torch.UntypedStorage, record: int) -> StorageRef:
@@ -379,7 +304,7 @@ class Core:
 
     def _storage_died(self, ref: StorageRef) -> None:
         self.untrack(ref)
-        self.inbox.append(("gone", ref.record))
+        self.inbox.storage_died(ref.record)
 
     # -- idle steps -------------------------------------------------------------------------------------------------
     def watching(self) -> bool:
@@ -403,7 +328,7 @@ class Core:
         with self:
             self._step_began_ns = began_ns
             self.engine.watched_step(peak_bytes)
-            self._step_ended()
+            self.step_ended()
 
     def forward_again(self) -> None:
         """Backward has asked for something, and now something is made or saved: if outside of backward, what is still
@@ -414,9 +339,9 @@ class Core:
             self.watch.forward_again()
             return
         with self:
-            self._time_ops(wait=True)  # the step may be about to be learned from
+            self.time_ops(wait=True)  # the step may be about to be learned from
             self.run(self.engine.forward_again(time.perf_counter_ns()))
-            self._step_ended()
+            self.step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
     @property
@@ -447,8 +372,8 @@ class Core:
             self._step_began_ns = now_ns
         if self.gauge.on:
             self.gauge.look()
-        if self._untimed:
-            self._time_ops(wait=False)
+        if self.untimed:
+            self.time_ops(wait=False)
         if not stays:
             self.attached.look(few=not engine.learner.recorded)
         rec = engine.ledger.records[record]
@@ -588,7 +513,7 @@ class Core:
         """Carry them out, and take in what came of it."""
         if instructions:
             self.carry_out(instructions)
-        if self.inbox and not self._draining:
+        if self.inbox.notes and not self.inbox.emptying:
             self._drain()
 
     def carry_out(self, instructions: Iterable[Instruction]) -> None:
@@ -676,7 +601,7 @@ class Core:
         self.spent(ended_ns - began_ns)
         self.emit("waited", record=record, start_ns=began_ns, end_ns=ended_ns, why=why)
 
-    def _step_ended(self) -> None:
+    def step_ended(self) -> None:
         finished = self.engine.finished_steps
         if not finished:
             return
@@ -746,7 +671,7 @@ class Core:
                 self.device.free(slot.block)
         self.slots.clear()
         self.by_key.clear()
-        self.inbox.clear()  # storages that died of this are nobody's business any more
+        self.inbox.notes.clear()  # storages that died of this are nobody's business any more
         self.swap.clear()
         self.device.close()
         self.timeline.close()

@@ -41,11 +41,11 @@ class Handle:
         """Backward is done with it, though it still lives, and what that lets go of has gone. Nobody may ask again."""
         record, self.record = self.record, _DONE
         with self.core.entered():
-            self.core.handle_died(record)
+            self.core.inbox.handle_died(record)
 
     def __del__(self) -> None:
         if self.record != _DONE:
-            self.core.handle_died(self.record, soon=not self.stays)
+            self.core.inbox.handle_died(self.record, soon=not self.stays)
 
 
 def handle_of(core: Core, record: int, tensor: Tensor, version: int, stays: bool) -> Handle:

@@ -46,12 +46,12 @@ class KeptTensor:
         kept, self.kept, self.tensor = self.kept, None, None
         assert kept is not None
         with self.core.entered():
-            self.core.kept_died(kept)
+            self.core.inbox.kept_died(kept)
 
     def __del__(self) -> None:
         if self.taken is None and self.kept is not None:
             kept, self.kept = self.kept, None  # weak references to what is dying still find it
-            self.core.kept_died(kept, soon=kept.recorded and not self.stays)
+            self.core.inbox.kept_died(kept, soon=kept.recorded and not self.stays)
 
 
 class KeptTensors:
@@ -70,7 +70,7 @@ class KeptTensors:
         than that. `nbytes`: of its storage."""
         core, learner = self._core, self._learner
         storage = tensor.untyped_storage()
-        if core.inbox:
+        if core.inbox.notes:
             core.hear()
         with core.briefly:
             order = learner.expects(signature)

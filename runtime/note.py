@@ -141,7 +141,7 @@ class Note:
 
     def __del__(self) -> None:
         if self.held or self.records:
-            self.core.note_died(self.readers, self.held, self.records)
+            self.core.inbox.note_died(self.readers, self.held, self.records)
 
     @property
     def overwritten(self) -> Made | None:
@@ -187,4 +187,4 @@ class NotedTensor:
     def _died(self) -> None:
         made, kept, self.made, self.kept = self.made, self.kept, None, None
         assert made is not None and kept is not None
-        self.core.noted_died(kept, weakref.ref(made))
+        self.core.inbox.noted_died(kept, weakref.ref(made))

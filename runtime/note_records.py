@@ -43,7 +43,7 @@ class NoteRecords:
             for record in engine.list_noted(records[made], back=made in back):
                 core.hold(record)
         for note in notes:
-            core.inbox.extend([("unsaved", record) for record in note.records])
+            core.inbox.handles_died(note.records)
             note.records = []
         for made in records:
             made.value = None

@@ -242,7 +242,7 @@ class Noted:
             self.made.pop(ref.key, None)  # backward, in another thread, may have cleared all
         made = ref.made()
         if made is not None and made.kept is not None:
-            self._core.inbox.append(("went", ref.made))
+            self._core.inbox.made_died(ref.made)
 
     def give_records(self) -> None:
         """Each that lives gets its recipe, and what it makes its record, as if all had been recorded."""

@@ -30,6 +30,7 @@ from delta.planner import Plan, StepGraph, StepLog
 from delta.planner.steplog import build_graph
 from delta.routine import Routine, orders_of, read_by_replays, room_for_next
 from delta.runtime.core import Core
+from delta.runtime.inbox import Inbox
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.trace import Recording
 from delta.types import Action, Kind, Mode
@@ -643,7 +644,7 @@ def test_what_has_died_counts_no_more_at_the_next_save(monkeypatch: pytest.Monke
     with steady(net) as core:
 
         def noted(learner: Learner, signature: int) -> int:
-            waiting.append(len(core.inbox))
+            waiting.append(len(core.inbox.notes))
             return expects(learner, signature)
 
         monkeypatch.setattr(Learner, "expects", noted)
@@ -705,16 +706,16 @@ def test_one_that_is_dying_gets_no_record(monkeypatch: pytest.MonkeyPatch) -> No
     expected, net = plain(), fresh()
     with steady(net) as core:
         loss, died = loss_of(net), []
-        kept_died = Core.kept_died
+        kept_died = Inbox.kept_died
 
-        def told(core: Core, kept: Kept, soon: bool = False) -> None:
+        def told(inbox: Inbox, kept: Kept, soon: bool = False) -> None:
             if kept.recorded and not died:
                 died.append(kept)
                 with core.entered():
                     core.engine.keeping.end()
-            kept_died(core, kept, soon)
+            kept_died(inbox, kept, soon)
 
-        monkeypatch.setattr(Core, "kept_died", told)
+        monkeypatch.setattr(Inbox, "kept_died", told)
         loss.backward()
         assert died and counted(core) == 0
         assert core.engine.ledger.handles == 0

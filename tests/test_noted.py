@@ -200,7 +200,8 @@ def test_a_known_step_is_replayed_without_records(policy: str, device: str) -> N
         assert routine is not None
         loss = loss_of(net)
         counted(core)
-        assert not engine.ledger.ops
+        begins_step = {"aten.randn"}  # saved with the whole of it; a busy machine may find it worth a replay
+        assert {op.name for op in engine.ledger.ops.values()} <= begins_step
         assert {kept.order for kept in engine.keeping.noted} == routine.noted
         assert policy == "delta" or routine.noted
         loss.backward()
@@ -633,8 +634,8 @@ def test_notes_do_not_pile_up() -> None:
         loss = loss_of(net)
         longest = 0
         for _ in range(100):
-            core.note_died({}, [], [])
-            longest = max(longest, len(core.inbox))
+            core.inbox.note_died({}, [], [])
+            longest = max(longest, len(core.inbox.notes))
         assert longest < 20
         loss.backward()
 

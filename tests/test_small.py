@@ -125,7 +125,7 @@ def test_deaths_are_told_of_some_at_a_time(session: Core, monkeypatch: pytest.Mo
     drain = Core._drain
 
     def counting(core: Core) -> None:
-        drains.append(sum(what == "unsaved" for what, _ in core.inbox))
+        drains.append(sum(what == "unsaved" for what, _ in core.inbox.notes))
         drain(core)
 
     monkeypatch.setattr(Core, "_drain", counting)

@@ -29,6 +29,7 @@ from delta.runtime import own_time, recorder, rematerialise, tracer
 from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.hooks import Hooks
+from delta.runtime.inbox import Inbox
 from delta.runtime.opfacts import facts_of
 from delta.runtime.own_time import OwnTime
 from delta.runtime.rawmem import as_bytes
@@ -331,7 +332,7 @@ def test_a_trace_tells_what_delta_s_own_work_takes(tmp_path: Path, monkeypatch: 
     clock.takes(Recorder, "_record", 20_000)
     clock.takes(Hooks, "pack", 300_000)
     clock.takes(Hooks, "unpack", 4_000_000)
-    clock.takes(Core, "handle_died", 50_000_000)
+    clock.takes(Inbox, "handle_died", 50_000_000)
     clock.takes(TracedStep, "ran", 600_000_000)  # the tracer's own work
     trace, _ = recorded(tmp_path / "step.jsonl", small_step)
     own = trace.bookkeeping
