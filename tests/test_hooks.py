@@ -14,9 +14,13 @@ from torch.nn import functional as F
 import delta
 from delta.engine import Engine
 from delta.replays import Replays
+from delta.runtime import core, hooks
+from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
+from delta.runtime.device.worker import Worker
 from delta.runtime.handle import Handle
 from delta.runtime.hooks import Hooks, Passed
+from delta.runtime.view import View
 from delta.runtime.watch import Watched
 
 pytestmark = [pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"), pytest.mark.usefixtures("one_thread")]
@@ -625,3 +629,61 @@ def test_what_is_elsewhere_beside_is_nobody_s_mistake():
         raise ValueError("of the program's")
     assert not hasattr(caught.value, "__notes__")
     del one, other
+
+
+# -- Python's lock ----------------------------------------------------------------------------------------------------
+def test_no_alias_is_made_after_a_copy_has_been_asked_for(monkeypatch):
+    """Its thread waits for Python's lock from then on, and would have it while the program waits."""
+    calls: list[list[str]] = []
+
+    def noting(owner, name, what):
+        plain = getattr(owner, name)
+
+        def noted(*args):
+            calls[-1].append(what)
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    def hook(name):
+        plain = getattr(Hooks, name)
+
+        def hooked(*args):
+            calls.append([name])
+            return plain(*args)
+
+        monkeypatch.setattr(Hooks, name, hooked)
+
+    for owner, name, what in (
+        (hooks, "counter_of", "alias"),
+        (core, "over", "alias"),
+        (View, "over", "alias"),
+        (Core, "go_on", "served"),
+        (Worker, "submit", "copy"),
+    ):
+        noting(owner, name, what)
+    hook("pack")
+    hook("unpack")
+    net = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    with block("swap", "40%", "cpu"):
+        for _ in range(4):
+            calls.append([])
+            net(torch.randn(32, 64)).sum().backward()
+    saved = [what for name, *what in filter(None, calls) if name == "pack"]
+    needed = [what for name, *what in filter(None, calls) if name == "unpack"]
+    assert any(what[-2:] == ["alias", "copy"] for what in saved)
+    assert not any("alias" in what[what.index("copy") :] for what in saved if "copy" in what)
+    assert any("copy" in what[what.index("served") :] for what in needed if "served" in what)  # fetched beforehand
+    assert not any("alias" in what[what.index("served") :] for what in needed if "served" in what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_view_knows_what_is_lazily_conjugated_and_negated(dtype):
+    x = torch.randn(3, dtype=dtype)
+    looks = [x, torch._neg_view(x), x[1:], torch._neg_view(x)[1:]]
+    if dtype.is_complex:
+        looks += [x.conj(), torch._neg_view(x.conj()), x.conj().imag, x.imag]
+    for look in looks * 2:
+        view = View.of(look)
+        assert (view.conj, view.neg) == (look.is_conj(), look.is_neg())
+        assert torch.equal(view.over(x.untyped_storage()), look)
