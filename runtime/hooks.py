@@ -8,7 +8,7 @@ bytes, and what it unpacks counts on it: a backward that writes into what it sav
 it.
 
 Aliases are made before a copy is asked for. The thread that does it waits for Python's lock from then on, and would
-take its turn at the first call that lets go of that, with the program waiting: 0.1 to 0.2 ms each time.
+take its turn at the first call that lets go of that, with the program waiting (docs/design.md, section 9).
 """
 
 from __future__ import annotations

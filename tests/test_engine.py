@@ -360,6 +360,15 @@ def test_serving_twice_at_once_pins_twice():
     assert toy._do(toy.engine.rescue(24))
 
 
+def test_what_is_saved_no_more_goes_when_it_has_been_served():
+    toy = Toy(1000)
+    forward(toy, 2)
+    toy.let_go(2)
+    toy._do(toy.engine.need(2, 30))
+    assert toy.unsave(2) == [], "in use: it cannot go"
+    assert toy._do(toy.engine.served(2)) == [Release(2), Forget(2)]
+
+
 # -- writes in place --------------------------------------------------------------------------------------------------
 def test_a_version_that_a_dropped_record_reads_is_preserved():
     """2 = f(1) was dropped; 1 is overwritten by 3 = g(1). The recipe of 2 reads the old 1, so that is cloned first."""

@@ -59,7 +59,7 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Queue the job; after `stop`, run it here."""
         with self._lock:
-            if not self._stopped and (self._thread is not None or self._started()):
+            if not self._stopped and (self._thread is not None or self._start()):
                 self._queue.put(job)
                 return
         job.run()
@@ -74,7 +74,8 @@ class Worker:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _started(self) -> bool:
+    def _start(self) -> bool:
+        """Whether it could be started."""
         thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
         try:
             thread.start()
