@@ -594,6 +594,46 @@ def test_what_the_program_still_has_is_not_made_again(monkeypatch: pytest.Monkey
     assert_same(gradients(net), expected)
 
 
+class Apart(SixLayers):
+    """Some of its calls run under another setting than those before and after them."""
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() + 1.0
+            with torch.backends.mkldnn.flags(enabled=False):
+                x = x.sin()
+            x = x.cos()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
+def test_each_of_a_walk_is_replayed_under_the_settings_of_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, same, replayed, walks = Apart(), Apart(), [], []
+    same.load_state_dict(net.state_dict())
+    loss_of(same).backward()
+    run_once, replay_all = MadeAgain._run, MadeAgain._replay_all
+
+    def noted(again: MadeAgain, note: Note) -> Any:
+        replayed.append((note.facts.name, torch._C._get_mkldnn_enabled(), torch._C._len_torch_dispatch_stack()))
+        return run_once(again, note)
+
+    def walked(again: MadeAgain, walk: list[Note], *args: Any) -> bool:
+        walks.append([note.facts.name for note in walk])
+        return replay_all(again, walk, *args)
+
+    dropped = {"aten.add": True, "aten.sin": False, "aten.cos": True}
+    with planned(lambda: loss_of(net), lambda op: RECOMPUTE if op is not None and op.name in dropped else KEEP) as core:
+        net.zero_grad()
+        monkeypatch.setattr(MadeAgain, "_run", noted)
+        monkeypatch.setattr(MadeAgain, "_replay_all", walked)
+        loss_of(net).backward()
+        nothing_left(core)
+    assert_same(gradients(net), gradients(same))
+    assert ["aten.add", "aten.sin", "aten.cos"] in walks, "one walk under two settings"
+    assert set(replayed) == {(name, enabled, 0) for name, enabled in dropped.items()}
+    assert torch._C._get_mkldnn_enabled()
+
+
 def one_made(core: Core) -> Made:
     """Something that has gone and is saved."""
     return next(each.made for ref in core.noted._tensors if (each := ref()) is not None and each.made is not None)
