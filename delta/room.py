@@ -23,7 +23,7 @@ from delta.planner import Plan
 from delta.record import Host, Record
 from delta.shortage import Shortage, parts_of
 from delta.totals import Totals
-from delta.types import Action, AwaitOut, Drop, Encode, Encoding, Hold, Instruction, SwapOut
+from delta.types import Action, AwaitIn, AwaitOut, Drop, Encode, Encoding, Hold, Instruction, SwapOut
 
 
 class Room:
@@ -55,6 +55,7 @@ class Room:
         self.following = Following(ledger, learner, self.candidates, self.carry_out)
         self.evicted = False  # something was evicted in this step
         self.strays: dict[int, Action] = {}  # ... that no plan had named, by save order, and how it went
+        self.turned_back: set[int] = set()  # copies back under way that go again at their end: there is no room
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
         self._worst: Shortage | None = None  # of this step
 
@@ -182,8 +183,37 @@ class Room:
         coming_bytes = max(0, coming_bytes)
         lenient_bytes = spare_bytes + (coming_bytes if guess else 0)
         if over_bytes > lenient_bytes:
+            turned_back, over_bytes = self._turn_back(over_bytes, lenient_bytes)
+            out += turned_back
+        if over_bytes > lenient_bytes:
             self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes)
         return out
+
+    def _turn_back(self, over_bytes: int, lenient_bytes: int) -> tuple[list[AwaitIn], int]:
+        """Take back copies back that are under way and not asked for yet, what is needed last first; returns what is
+        over then. They take room that nothing else can give, and a plan foresaw that they would be used and gone by
+        now."""
+        records = (self._ledger.records[record] for record in self._ledger.copied - self.turned_back)
+        coming = sorted((rec for rec in records if rec.host is Host.COMING and not rec.pins), key=_saved_at)
+        out: list[AwaitIn] = []
+        for rec in coming:
+            if over_bytes <= lenient_bytes:
+                break
+            self.turned_back.add(rec.id)
+            over_bytes -= rec.nbytes
+            out.append(AwaitIn(rec.id))
+        return out, over_bytes
+
+    def came_back(self, rec: Record) -> list[Instruction]:
+        """A copy back has ended: what had no room goes again, unless somebody has asked for it since."""
+        if rec.id not in self.turned_back:
+            return []
+        self.turned_back.remove(rec.id)
+        if rec.pins:
+            return []
+        self._count(Action.SWAP)
+        self._ledger.let_go(rec.id)
+        return [Drop(rec.id, Action.SWAP)]
 
     def has_for(self, coming_bytes: int, nbytes: int) -> bool:
         """Whether there is room for a save of `nbytes` and then for what is `coming_bytes` (`room_for_next`), in a step
@@ -319,6 +349,10 @@ class Room:
         if self._worst is not None and self._worst.needed_bytes > limit_bytes:
             return replace(self._worst, limit_bytes=limit_bytes)
         return Shortage(limit_bytes, peak_bytes, "what a replay or a copy back made while something else had to stay")
+
+
+def _saved_at(rec: Record) -> int:
+    return rec.saved_at
 
 
 def _taken(place: Place) -> Place:

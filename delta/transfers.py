@@ -52,9 +52,9 @@ class Transfers:
         """The device copy is whole again."""
         rec = self._ledger.records[record]
         self._ledger.set_host(record, Host.WHOLE)
-        self._ledger.note_peak()
         self._totals.swapped_in_bytes += rec.nbytes
-        return self._settling.settle(record) if not rec.handles else []
+        goes = self._room.came_back(rec)
+        return goes if goes or rec.handles else self._settling.settle(record)
 
     def late(self, order: int) -> None:
         """A value, by the order of its first save, was needed while its copy back was still under way."""
@@ -64,6 +64,7 @@ class Transfers:
     def copy_in_failed(self, record: int) -> None:
         """The copy back did not happen; the host copy is still whole."""
         self._ledger.back_failed(record)
+        self._room.turned_back.discard(record)
 
     def swap_in_again(self, record: int, now_ns: int) -> None:
         """A copy back that failed is asked for once more."""

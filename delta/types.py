@@ -155,6 +155,13 @@ class AwaitOut:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitIn:
+    """There is no room for a running copy back after all: wait for its end, at which it is let go of again."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Let go of the device copy, or of its encoded form: nothing needs it on the device any more."""
 
@@ -189,4 +196,4 @@ class Forget:
     record: int
 
 
-Instruction = Hold | Drop | SwapOut | SwapIn | AwaitOut | Release | Encode | Decode | Preserve | Forget
+Instruction = Hold | Drop | SwapOut | SwapIn | AwaitOut | AwaitIn | Release | Encode | Decode | Preserve | Forget

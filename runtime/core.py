@@ -50,6 +50,7 @@ from delta.runtime.watch import Watch
 from delta.runtime.writes import Writes
 from delta.timeline import Timeline
 from delta.types import (
+    AwaitIn,
     AwaitOut,
     Decode,
     Drop,
@@ -536,6 +537,8 @@ class Core:
                     self.swap.back(record)
                 case AwaitOut(record):
                     self.swap.await_out(record)
+                case AwaitIn(record):
+                    self.swap.await_in(record)
                 case Encode(record):
                     self.encoder.encode(record)
                 case Decode(record):

@@ -93,8 +93,10 @@ class Swap:
             return
 
     def _begin_back(self, record: int) -> None:
-        slot = self._core.slots[record]
+        slot, inbox = self._core.slots[record], self._core.inbox
         assert slot.block is not None
+        if inbox.notes and not inbox.emptying:
+            inbox.empty()  # what has just gone to make room for it counts no more
         try:
             with torch._C._DisableTorchDispatch():
                 slot.coming = self._core.device.copy_in(slot.block)
@@ -122,6 +124,15 @@ class Swap:
             self._stalls.append((order, token))
         else:
             self._core.engine.transfers.late(order)
+        self._core.waited(record, began_ns, "copy in")
+
+    def await_in(self, record: int) -> None:
+        """Wait for a copy back that nobody needs yet. One that fails leaves its room."""
+        if record not in self._core.slots:  # seen to end meanwhile, and forgotten
+            return
+        began_ns = self._core.begins()
+        with suppress(SwapError):
+            self._wait_back(record)
         self._core.waited(record, began_ns, "copy in")
 
     def _look_at_stalls(self) -> None:

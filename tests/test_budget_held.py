@@ -1,5 +1,6 @@
 """The budget as somebody else measures it: the report's peaks against live storages counted from outside."""
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +12,7 @@ from witness import Witness
 import delta
 from delta.ledger import Ledger
 from delta.runtime import rematerialise
+from delta.runtime.device.cpu import _HeapMover
 from delta.runtime.hooks import Hooks
 
 pytestmark = [pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"), pytest.mark.usefixtures("one_thread")]
@@ -94,6 +96,35 @@ def test_without_eviction_both_peaks_are_that_of_plain_training(name, monkeypatc
     seen_bytes, report = measure(monkeypatch, name, "delta", "100%")
     assert seen_bytes == report.peak_activation_bytes == report.unevicted_peak_activation_bytes
     assert seen_bytes == plain_peak_bytes(name)
+
+
+@pytest.mark.parametrize(("name", "share"), [("gpt", 0.3), ("cnn", 0.5), ("encoder", 0.5), ("encoder", 0.3)])
+@pytest.mark.parametrize("policy", ["swap", "delta"])
+def test_copies_back_that_take_long_take_no_more_room(name, share, policy, monkeypatch):
+    """What is on its way back cannot go, and lies there for as long as it takes: here longer than a step's ops."""
+    limit_bytes = int(share * plain_peak_bytes(name))
+    read = _HeapMover.read
+
+    def slow_read(*arguments):
+        time.sleep(0.01)
+        read(*arguments)
+
+    monkeypatch.setattr(_HeapMover, "read", slow_read)
+    seen_bytes, report = measure(monkeypatch, name, policy, limit_bytes)
+    assert max(seen_bytes, report.peak_activation_bytes) <= limit_bytes
+    assert report.swapped_in_bytes > 0
+
+
+def test_what_goes_for_a_copy_back_is_not_counted_beside_it():
+    x = torch.randn(64, 64, requires_grad=True)
+    chosen = delta.load_policy("swap", {"filter.min_bytes": 0, "prefetch.window": 0})
+    with delta.evict(activations=int(2.2 * x.nbytes), policy=chosen, device="cpu") as run:
+        losses = [(x + number).exp().sin().sum() for number in range(4)]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+        del losses, loss
+    assert run.report().swapped_in_bytes >= 3 * x.nbytes, "each in place of the one before it"
+    assert run.report().peak_activation_bytes == 2 * x.nbytes
 
 
 def test_books_that_forget_to_subtract_are_found_out(monkeypatch):

@@ -12,8 +12,10 @@ from delta.errors import BudgetError
 from delta.learner import Profile
 from delta.planner import Plan
 from delta.planner.steplog import Moves, build_graph
+from delta.record import Host
 from delta.types import (
     Action,
+    AwaitIn,
     AwaitOut,
     Drop,
     Forget,
@@ -152,6 +154,56 @@ def test_what_was_swapped_comes_back_and_the_next_is_prefetched():
     assert toy.unsave(2) == [Release(2), Forget(2)]
     assert toy.use(1, 60) == [Release(1), Forget(1)]
     assert toy.engine.totals.swapped_in_bytes == 200
+
+
+def coming_back() -> Toy:
+    """1 is on the host, 2 on its way back and not asked for yet, 3 done with; from here on the limit is 150."""
+    toy = Toy(250, SWAP)
+    forward(toy, 3)
+    toy.let_go(3)
+    assert toy.use(3, 40)[0] == SwapIn(2)
+    toy.engine.budget.activations = Bytes(150)
+    return toy
+
+
+def test_a_copy_back_that_nobody_waits_for_goes_again_where_nothing_else_can():
+    """Until it has ended it is no candidate; without that, 1 would come beside it: 200 bytes."""
+    toy = coming_back()
+    assert toy.need(1, 50) == [AwaitIn(2), Drop(2, Action.SWAP), SwapIn(1)]
+    toy.unsave(1)
+    assert toy.engine.ledger[2].host is Host.WHOLE
+    assert toy.use(2, 60)[0] == SwapIn(2)
+    assert toy.engine.totals.evictions == {"swap": 3}
+
+
+def test_what_is_needed_last_goes_again_first():
+    toy = coming_back()
+    toy.engine.budget.activations = Bytes(1000)
+    assert toy._do(toy.engine.prefetch(42)) == [SwapIn(1)]
+    toy.engine.budget.activations = Bytes(150)
+    toy._do(toy.engine.pressure(45))
+    assert (toy.coming, toy.mine) == ([2], {2}), "one is enough"
+
+
+def test_a_copy_back_that_goes_again_but_is_asked_for_stays():
+    toy = coming_back()
+    toy.engine.budget.activations = Bytes(50)
+    assert toy.engine.pressure(45) == [AwaitIn(2)]
+    toy.engine.budget.activations = Bytes(150)
+    assert Drop(2, Action.SWAP) not in toy.need(2, 50)
+    assert 2 in toy.mine
+    assert toy.unsave(2) == [Release(2), Forget(2)]
+
+
+def test_a_copy_back_that_goes_again_and_fails_is_asked_for_as_ever():
+    toy = coming_back()
+    toy.engine.budget.activations = Bytes(50)
+    assert toy.engine.pressure(45) == [AwaitIn(2)]
+    toy.engine.budget.activations = Bytes(150)
+    toy.coming.remove(2), toy.mine.remove(2)
+    toy.engine.transfers.copy_in_failed(2)
+    assert toy.need(2, 50)[0] == SwapIn(2)
+    assert toy.engine.totals.evictions == {"swap": 2}
 
 
 def test_prefetch_can_be_turned_off():

@@ -16,6 +16,7 @@ from delta.engine import Engine
 from delta.layout import Layout
 from delta.record import Host
 from delta.types import (
+    AwaitIn,
     AwaitOut,
     Decode,
     Drop,
@@ -208,6 +209,8 @@ class Toy:
                 self.mine.add(record)
             case AwaitOut(record):
                 return self.copy_ends(record) if record in self.leaving else []
+            case AwaitIn(record):
+                return self.copy_ends(record) if record in self.coming else []
             case Preserve(record):
                 self.mine.add(record)
                 self.encoded.discard(record)

@@ -16,6 +16,7 @@ from delta.simulate.allocator import OutOfMemory
 from delta.simulate.machine import Machine
 from delta.trace.events import FREE, Backward, Constant, Evictable, Free, Need, Op, Result, Save, Trace, Unsave
 from delta.types import (
+    AwaitIn,
     AwaitOut,
     Decode,
     Drop,
@@ -385,6 +386,10 @@ class Player:
                         self._await_out(record)
                 case AwaitOut(record):
                     self._await_out(record)
+                case AwaitIn(record):
+                    if record in self._coming:
+                        self._wait(self._coming[record])
+                        self._poll()
                 case SwapIn(record):
                     from_right = self.engine.from_right(self.engine.maker(record))
                     self._allocate(record, self.machine.nbytes[record], from_right)
