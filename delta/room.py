@@ -55,7 +55,7 @@ class Room:
         self.following = Following(ledger, learner, self.candidates, self.carry_out)
         self.evicted = False  # something was evicted in this step
         self.strays: dict[int, Action] = {}  # ... that no plan had named, by save order, and how it went
-        self.turned_back: set[int] = set()  # copies back under way that go again at their end: there is no room
+        self.turned_back: set[int] = set()  # their copies back are under way, and they go again when those end
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
         self._worst: Shortage | None = None  # of this step
 
@@ -190,9 +190,9 @@ class Room:
         return out
 
     def _turn_back(self, over_bytes: int, lenient_bytes: int) -> tuple[list[AwaitIn], int]:
-        """Take back copies back that are under way and not asked for yet, what is needed last first; returns what is
-        over then. They take room that nothing else can give, and a plan foresaw that they would be used and gone by
-        now."""
+        """Have copies back that are under way, and that nobody has asked for yet, let go of when they end, what is
+        needed last first; returns what is over then. They were begun when there was room: that they take it for so long
+        no plan foresaw."""
         records = (self._ledger.records[record] for record in self._ledger.copied - self.turned_back)
         coming = sorted((rec for rec in records if rec.host is Host.COMING and not rec.pins), key=_saved_at)
         out: list[AwaitIn] = []

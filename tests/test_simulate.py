@@ -52,8 +52,8 @@ def make(output: int, *inputs: int, ns: int, nbytes: int = 100) -> Op:
     return Op("op", inputs, (output,), (nbytes,), ns)
 
 
-def a_policy(*actions: str, score: str = "dtr", cost: str = "own") -> Policy:
-    """Online, nothing is prefetched, any size may go; DTR's handling of replays."""
+def a_policy(*actions: str, score: str = "dtr", cost: str = "own", prefetch: int | str = 0) -> Policy:
+    """Online, nothing is prefetched if not asked for, any size may go; DTR's handling of replays."""
     return Policy.model_validate(
         {
             "name": "test",
@@ -61,7 +61,7 @@ def a_policy(*actions: str, score: str = "dtr", cost: str = "own") -> Policy:
             "director": {"actions": ["keep", *actions]},
             "planner": {"kind": "none"},
             "replay": {"sources": "drop", "results": "hold"},
-            "prefetch": {"window": 0},
+            "prefetch": {"window": prefetch},
         }
     )
 
@@ -142,6 +142,23 @@ def test_a_saved_trace_keeps_what_autograd_saved_under_the_budget():
     run = simulate(trace, a_policy("recompute"), Bytes(200))
     assert (run.status, run.why) == (Status.OK, "")
     assert (run.peak_bytes, run.total_ns, run.recomputed_ns) == (200, trace.base_ns + 20, 20)
+
+
+def test_a_copy_back_without_room_goes_again_when_it_has_ended():
+    """Room for 250 bytes, of which 200 are kept free for one more save: all three go at their saves, in no time. When 2
+    is there (100 ns), 1 starts back; but 0 is needed next, which has no room beside it. So 1 is waited for (93 ns more,
+    after 7 of compute), goes, and comes again after 0 (200 ns): 100 ns."""
+    forward: list[Event] = [Op("op", (), (0,), (200,), 10), Save(0), Op("op", (0,), (1,), (100,), 10), Free(0), Save(1)]
+    forward += [Op("op", (1,), (2,), (100,), 10), Free(1), Save(2), Free(2), Backward()]
+    backward: list[Event] = []
+    for made, number in enumerate((2, 0, 1), 10):
+        read = (number,) if number == 2 else (number, made - 1)
+        backward += [Need(number), Op("back", read, (made,), (50,), 7, replayable=False), Unsave(number)]
+        backward += [Free(made - 1)] if number != 2 else []
+    trace = a_trace(*forward, *backward, Result(12), evictable=Evictable.SAVED)
+    run = simulate(trace, a_policy("swap", score="lru", prefetch="auto"), Bytes(250), Link(1e15, 1e9))
+    assert (run.status, run.why) == (Status.OK, "")
+    assert (run.peak_bytes, run.stall_ns, run.total_ns) == (200, 100 + 93 + 200 + 100, trace.base_ns + 493)
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
