@@ -193,7 +193,7 @@ class Room:
         """Have copies back that are under way, and that nobody has asked for yet, let go of when they end, what is
         needed last first; returns what is over then. They were begun when there was room: that they take it for so long
         no plan foresaw."""
-        records = (self._ledger.records[record] for record in self._ledger.copied - self.turned_back)
+        records = (self._ledger.records[record] for record in self._ledger.copied)
         coming = sorted((rec for rec in records if rec.host is Host.COMING and not rec.pins), key=_saved_at)
         out: list[AwaitIn] = []
         for rec in coming:

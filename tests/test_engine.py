@@ -176,6 +176,18 @@ def test_a_copy_back_that_nobody_waits_for_goes_again_where_nothing_else_can():
     assert toy.engine.totals.evictions == {"swap": 3}
 
 
+def test_what_is_about_to_come_counts_when_it_does():
+    """The end of another copy, seen in between, makes no peak of it."""
+    toy = coming_back()
+    toy.engine.budget.activations = Bytes(1000)
+    toy.engine.ledger.restart_peaks()
+    assert toy.engine.need(1, 50) == [SwapIn(1)]
+    toy.copy_ends(2)
+    assert toy.engine.ledger.peak_resident_bytes == 100
+    toy.engine.transfers.coming()
+    assert toy.engine.ledger.peak_resident_bytes == 200
+
+
 def test_what_is_needed_last_goes_again_first():
     toy = coming_back()
     toy.engine.budget.activations = Bytes(1000)
@@ -202,8 +214,26 @@ def test_a_copy_back_that_goes_again_and_fails_is_asked_for_as_ever():
     toy.engine.budget.activations = Bytes(150)
     toy.coming.remove(2), toy.mine.remove(2)
     toy.engine.transfers.copy_in_failed(2)
-    assert toy.need(2, 50)[0] == SwapIn(2)
+    assert toy._do(toy.engine.prefetch(50)) == [SwapIn(2)]
+    assert toy.copy_ends(2) == [], "this time it has room"
     assert toy.engine.totals.evictions == {"swap": 2}
+
+
+def test_a_copy_back_that_somebody_waits_for_does_not_go_again():
+    toy = coming_back()
+    toy.engine.budget.activations = Bytes(50)
+    assert toy.engine.need(2, 45) == []
+    assert toy.engine.pressure(45) == []
+
+
+@pytest.mark.parametrize("turned_back", [False, True])
+def test_a_copy_back_that_nobody_can_ask_for_is_forgotten_when_it_has_ended(turned_back):
+    toy = coming_back()
+    toy.engine.budget.activations = Bytes(50 if turned_back else 150)
+    assert toy.engine.pressure(45) == [AwaitIn(2)] * turned_back
+    assert toy.unsave(2) == []
+    assert toy.copy_ends(2)[-1] == Forget(2)
+    assert 2 not in toy.engine.ledger and 2 not in toy.mine
 
 
 def test_prefetch_can_be_turned_off():
