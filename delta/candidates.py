@@ -38,6 +38,9 @@ class Candidates:
         self._least_bytes = max(1, policy.filter.min_bytes)  # what has no bytes frees none
         self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
         self.encodes = Action.ENCODE in policy.director.actions
+        self.replay_limit_bytes: int | None = (
+            None  # what one op of a replay may read and make, where a copy is possible
+        )
         self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
         self._host_full = False
         self._stuck: set[int] = set()  # cannot be replayed after all
@@ -226,7 +229,14 @@ class Candidates:
 
     def _replayable(self, rec: Record) -> bool:
         op = self._ledger.ops.get(rec.op) if rec.op is not None else None
-        return op is not None and op.replayable and rec.id not in self._stuck
+        return op is not None and op.replayable and rec.id not in self._stuck and not self._copied_rather(rec)
+
+    def _copied_rather(self, rec: Record) -> bool:
+        """Whether there would be no room for its replay, and it can be copied instead."""
+        limit = self.replay_limit_bytes
+        if limit is None or self._ledger.most_op_bytes <= limit or Action.SWAP not in self._policy.director.actions:
+            return False
+        return (rec.host is Host.WHOLE or not self.host_full) and self._ledger.replay_bytes(rec.id) > limit
 
     def _choice(self, rec: Record, now_ns: int, room_bytes: float) -> Choice | None:
         """What the director would do with the record, encoded if its form takes no more than `room_bytes`."""

@@ -72,6 +72,12 @@ class Room:
         position = self._learner.position
         return self._limit(headroom.until_need(next((need for need in plan.next_needs[order] if need >= position), 0)))
 
+    @property
+    def _firm(self) -> bool:
+        """Whether the limit stays: a share of what has been saved so far is less than it will be when the step has been
+        seen whole."""
+        return bool(not self._budget.is_share or self._learner.known_peak_bytes or self._learner.log.needs)
+
     def _limit(self, beside_bytes: int | None) -> int | None:
         peak_bytes = max(self._ledger.peak_unevicted_bytes, self._learner.known_peak_bytes)
         return self._budget.limit_bytes(peak_bytes, beside_bytes)
@@ -166,6 +172,7 @@ class Room:
     ) -> list[Instruction]:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free."""
         self._keeping.end()  # what is only counted might go as well
+        self.candidates.replay_limit_bytes = self.limit_bytes if self._firm else None
         out: list[Instruction] = []
         room_bytes = coming_bytes + spare_bytes - over_bytes  # free by now, if what was to go has gone
         later_bytes = 0  # free when the program lets go of them too
@@ -321,9 +328,7 @@ class Room:
         if limit is None:
             return
         self._note(limit + over_bytes, coming_bytes)
-        # A share of what has been saved so far is less than it will be when the step has been seen whole.
-        firm = not self._budget.is_share or self._learner.known_peak_bytes or self._learner.log.needs
-        if firm and self._policy.budget.strict:
+        if self._firm and self._policy.budget.strict:
             records = self._ledger.records.values()
             if over_bytes > sum(rec.nbytes for rec in records if rec.counted and not rec.held):
                 raise BudgetError(str(self._shortage(limit, limit + over_bytes, coming_bytes)))

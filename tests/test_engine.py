@@ -274,6 +274,76 @@ def test_the_director_picks_per_record():
     assert toy.replayed == [2]
 
 
+def logits(limit, actions=("keep", "swap", "recompute"), host_full: bool = False) -> Toy:
+    """2 <- 1 <- a parameter, of which only 2 is saved, and evicted: as the loss of a language model and its logits. To
+    copy it would cost more than to make it again, which takes 200 bytes, those of 1 and its own."""
+    toy = Toy(limit, actions)
+    toy.engine._room.candidates.host_full = host_full
+    toy.source(0, 1000, Kind.PARAMETER)
+    toy.op(1, 100, [0])
+    toy.op(2, 100, [1])
+    toy.save(2, 10)
+    toy.let_go(1, 2)
+    toy._do(toy.engine.rescue(20))
+    assert 2 not in toy.mine
+    return toy
+
+
+@pytest.mark.parametrize(("limit", "action"), [(200, "recompute"), (199, "swap")])
+def test_what_a_replay_would_have_no_room_for_is_copied_instead(limit, action):
+    toy = logits(limit)
+    assert toy.engine.totals.evictions == {action: 1}
+    toy.use(2, 40)
+    assert toy.engine.totals.peak_bytes <= limit
+    assert toy.replayed == ([1, 2] if action == "recompute" else [])
+
+
+def test_every_op_of_a_replay_wants_room():
+    """3 is small, and read little: but that was made of much."""
+    toy = Toy(150)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.op(2, 60, [1])
+    toy.op(3, 20, [2])
+    toy.save(3, 10)
+    toy.let_go(1, 2, 3)
+    toy._do(toy.engine.rescue(20))
+    assert toy.engine.totals.evictions == {"swap": 1}
+
+
+def test_an_op_that_no_replay_runs_wants_no_room():
+    """2, of which 3 is made, is on the host: op 2, which wants 160 bytes, does not run again."""
+    toy = Toy(150)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.op(2, 60, [1], cost_ns=10_000)
+    toy.save(2, 5)
+    toy.let_go(1, 2)
+    toy._do(toy.engine.rescue(7))
+    toy.op(3, 20, [2])
+    toy.save(3, 10)
+    toy.let_go(3)
+    toy._do(toy.engine.rescue(20))
+    assert toy.engine.totals.evictions == {"swap": 1, "recompute": 1}
+
+
+@pytest.mark.parametrize(("actions", "host_full"), [(RECOMPUTE, False), (("keep", "swap", "recompute"), True)])
+def test_what_cannot_be_copied_is_made_again_without_room(actions, host_full):
+    assert logits(199, actions, host_full).engine.totals.evictions == {"recompute": 1}
+
+
+def test_what_is_on_the_host_needs_no_room_there():
+    toy = logits(199)
+    toy.need(2, 30)
+    toy.engine._room.candidates.host_full = True
+    assert toy._do(toy.engine.rescue(40)) == [Drop(2, Action.SWAP)]
+
+
+def test_a_share_of_what_is_not_known_yet_forbids_no_replay():
+    """Half of the 100 bytes so far is too little for the replay, half of the step's may not be."""
+    assert logits(Budget(activations=Share(0.5))).engine.totals.evictions == {"recompute": 1}
+
+
 def test_a_replay_reads_a_swapped_ancestor_from_the_host():
     """3 <- 2 <- 1: 1 is on the host, 2 was not saved, 3 was dropped. Op 1 does not run again."""
     toy = Toy(1000, rules=[{"op": "aten.dear", "action": "swap"}, {"op": "aten.f", "action": "recompute"}])
