@@ -53,8 +53,7 @@ class Ledger:
         self._counted_unevicted_bytes = 0
         self._outputs_left: dict[int, int] = {}
         self._made_bytes: dict[int, int] = {}
-        self._op_bytes: dict[int, int] = {}  # what an op reads, parameters aside, and makes
-        self.most_op_bytes = 0  # of any op since the last `cut`
+        self.most_op_bytes = 0  # that an op reads, parameters aside, and makes
         self._successors: dict[int, int] = {}
         self._uses = 0
         self._unread: set[int] = set()  # no saved tensor depends on these through a recipe: see `_may_be_read`
@@ -93,11 +92,8 @@ class Ledger:
         for output in op.outputs:
             self._went_or_came(self.records[output])
         self._outputs_left[op.id] = len(op.outputs)
-        made_bytes = self._made_bytes[op.id] = sum(self.records[output].nbytes for output in op.outputs)
-        read = (self.records[source] for source in set(op.inputs))
-        op_bytes = made_bytes + sum(rec.nbytes for rec in read if rec.kind is not Kind.PARAMETER)
-        self._op_bytes[op.id] = op_bytes
-        self.most_op_bytes = max(self.most_op_bytes, op_bytes)
+        self._made_bytes[op.id] = sum(self.records[output].nbytes for output in op.outputs)
+        self.most_op_bytes = max(self.most_op_bytes, self._op_bytes(op))
 
     def time_op(self, op: int, cost_ns: int) -> None:
         """The device has told how long an op took, after the fact."""
@@ -382,11 +378,16 @@ class Ledger:
             record = todo.pop()
             op_id = self.records[record].op
             if op_id is not None:
-                most_bytes = max(most_bytes, self._op_bytes[op_id])
-                missing = {source for source in self.parents(record) if not self.records[source].available} - seen
+                op = self.ops[op_id]
+                most_bytes = max(most_bytes, self._op_bytes(op))
+                missing = {source for source in op.inputs if not self.records[source].available} - seen
                 seen |= missing
                 todo += missing
         return most_bytes
+
+    def _op_bytes(self, op: OpInfo) -> int:
+        read = (self.records[source] for source in set(op.inputs))
+        return self._made_bytes[op.id] + sum(rec.nbytes for rec in read if rec.kind is not Kind.PARAMETER)
 
     def parents(self, record: int) -> tuple[int, ...]:
         """The records its op reads."""
@@ -504,10 +505,10 @@ class Ledger:
         """A step ended: recipes are of no more use, but for what is missing and left over. Drop them; returns what
         `forget_dead` does."""
         kept = self._recipes_of_missing()
-        for known in (self.ops, self._outputs_left, self._made_bytes, self._op_bytes):
+        for known in (self.ops, self._outputs_left, self._made_bytes):
             for op_id in known.keys() - kept:
                 del known[op_id]
-        self.most_op_bytes = max(self._op_bytes.values(), default=0)
+        self.most_op_bytes = max(map(self._op_bytes, self.ops.values()), default=0)
         superseded = [old for old in self._successors if not self._saved(self.resolve(old))]
         for old in superseded:
             del self._successors[old]
@@ -641,7 +642,7 @@ class Ledger:
         self._outputs_left[op_id] -= 1
         if self._outputs_left[op_id]:
             return
-        del self._outputs_left[op_id], self._made_bytes[op_id], self._op_bytes[op_id]
+        del self._outputs_left[op_id], self._made_bytes[op_id]
         for source in set(self.ops.pop(op_id).inputs):
             self.records[source].users.discard(op_id)
             self._look_for_dead_end(self.records[source])

@@ -298,6 +298,18 @@ def test_what_a_replay_would_have_no_room_for_is_copied_instead(limit, action):
     assert toy.replayed == ([1, 2] if action == "recompute" else [])
 
 
+def test_only_its_own_replay_counts():
+    """Op 3, which makes nothing that is saved, wants more than there is room for; to make 2 again takes just that."""
+    toy = Toy(110)
+    toy.source(0, 10)
+    toy.op(2, 100, [0])
+    toy.op(3, 11, [2])
+    toy.save(2, 10)
+    toy.let_go(2, 3)
+    toy._do(toy.engine.rescue(20))
+    assert toy.engine.totals.evictions == {"recompute": 1}
+
+
 def test_every_op_of_a_replay_wants_room():
     """3 is small, and read little: but that was made of much."""
     toy = Toy(150)
