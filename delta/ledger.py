@@ -53,7 +53,7 @@ class Ledger:
         self._counted_unevicted_bytes = 0
         self._outputs_left: dict[int, int] = {}
         self._made_bytes: dict[int, int] = {}
-        self.most_op_bytes = 0  # that an op reads, parameters aside, and makes
+        self.most_op_bytes = 0  # that any op so far has read, parameters aside, and made
         self._successors: dict[int, int] = {}
         self._uses = 0
         self._unread: set[int] = set()  # no saved tensor depends on these through a recipe: see `_may_be_read`
@@ -508,7 +508,6 @@ class Ledger:
         for known in (self.ops, self._outputs_left, self._made_bytes):
             for op_id in known.keys() - kept:
                 del known[op_id]
-        self.most_op_bytes = max(map(self._op_bytes, self.ops.values()), default=0)
         superseded = [old for old in self._successors if not self._saved(self.resolve(old))]
         for old in superseded:
             del self._successors[old]

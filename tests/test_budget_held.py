@@ -115,6 +115,23 @@ def test_copies_back_that_take_long_take_no_more_room(name, share, policy, monke
     assert report.swapped_in_bytes > 0
 
 
+def test_logits_are_not_made_again_beside_their_softmax(monkeypatch):
+    """The loss of many classes saves its softmax. A rule wants it made again, and with the logits it reads that is more
+    than there may be."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 512)
+    inputs, classes = torch.randn(64, 16), torch.randint(512, (64,))
+    one = 64 * 512 * 4
+    rule = {"op": "aten._log_softmax", "action": "recompute"}
+    chosen = delta.load_policy("delta", {"filter.min_bytes": 0, "rules": [rule]})
+    witness = Witness(model)
+    with watched(monkeypatch, witness, activations=one + one // 2, policy=chosen, device="cpu") as run:
+        for _ in range(STEPS):
+            nn.functional.cross_entropy(model(inputs), classes).backward()
+    assert max(witness.peak_bytes, run.report().peak_activation_bytes) <= one + one // 2
+    assert run.report().swapped_in_bytes >= one
+
+
 def test_what_goes_for_a_copy_back_is_not_counted_beside_it():
     x = torch.randn(64, 64, requires_grad=True)
     chosen = delta.load_policy("swap", {"filter.min_bytes": 0, "prefetch.window": 0})
