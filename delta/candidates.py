@@ -38,9 +38,7 @@ class Candidates:
         self._least_bytes = max(1, policy.filter.min_bytes)  # what has no bytes frees none
         self.director = Director(policy.director.actions, policy.rules, policy.filter.score != "delta-paper")
         self.encodes = Action.ENCODE in policy.director.actions
-        self.replay_limit_bytes: int | None = (
-            None  # what one op of a replay may read and make, where a copy is possible
-        )
+        self._replay_limit_bytes: float = inf
         self.makers: dict[int, tuple[str, str]] = {}  # record -> (op, module) that made it
         self._host_full = False
         self._stuck: set[int] = set()  # cannot be replayed after all
@@ -65,6 +63,14 @@ class Candidates:
     def host_full(self, full: bool) -> None:
         changed, self._host_full = full is not self._host_full, full
         if changed:
+            self._look_anew()
+
+    def limit_replays(self, limit_bytes: int | None) -> None:
+        """What one op of a replay may read and make, where a copy is possible."""
+        limit = inf if limit_bytes is None else limit_bytes
+        wide = self._ledger.most_op_bytes > min(limit, self._replay_limit_bytes)
+        changed, self._replay_limit_bytes = limit != self._replay_limit_bytes, limit
+        if changed and wide:
             self._look_anew()
 
     def _look_anew(self) -> None:
@@ -233,8 +239,8 @@ class Candidates:
 
     def _copied_rather(self, rec: Record) -> bool:
         """Whether there would be no room for its replay, and it can be copied instead."""
-        limit = self.replay_limit_bytes
-        if limit is None or self._ledger.most_op_bytes <= limit or Action.SWAP not in self._policy.director.actions:
+        limit = self._replay_limit_bytes
+        if self._ledger.most_op_bytes <= limit or Action.SWAP not in self._policy.director.actions:
             return False
         return (rec.host is Host.WHOLE or not self.host_full) and self._ledger.replay_bytes(rec.id) > limit
 

@@ -298,6 +298,14 @@ def test_what_a_replay_would_have_no_room_for_is_copied_instead(limit, action):
     assert toy.replayed == ([1, 2] if action == "recompute" else [])
 
 
+def test_with_a_larger_budget_it_is_made_again():
+    toy = logits(199)
+    toy.need(2, 30)
+    toy.engine.ledger.set_host(2, Host.NONE)
+    toy.engine.budget.activations = Bytes(200)
+    assert toy._do(toy.engine.rescue(40))[-1] == Drop(2, Action.RECOMPUTE)
+
+
 def test_only_its_own_replay_counts():
     """Op 3, which makes nothing that is saved, wants more than there is room for; to make 2 again takes just that."""
     toy = Toy(110)
