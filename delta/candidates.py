@@ -242,6 +242,7 @@ class Candidates:
         limit = self._replay_limit_bytes
         if self._ledger.most_op_bytes <= limit or Action.SWAP not in self._policy.director.actions:
             return False
+        self._costs.chain_ns(rec.id)  # who has asked is judged again when an ancestor moves
         return (rec.host is Host.WHOLE or not self.host_full) and self._ledger.replay_bytes(rec.id) > limit
 
     def _choice(self, rec: Record, now_ns: int, room_bytes: float) -> Choice | None:

@@ -71,7 +71,7 @@ def by_looking(room: Candidates, now_ns: int):
             continue
         above_ns = own_ns(room._ledger, record) + closure_ns(room._ledger, record, room._ledger.parents)
         op = room._ledger.ops.get(rec.op)
-        replayable = op is not None and op.replayable and record not in room._stuck
+        replayable = op is not None and op.replayable and record not in room._stuck and not room._copied_rather(rec)
         until_ns = room._next_use.until_ns(rec)
         prospect = Prospect(
             rec.nbytes,
