@@ -337,7 +337,9 @@ class Engine:
         if kept.recorded:
             return self.unsaved(kept.record, now_ns)
         self.keeping.released(kept, read)
-        return self._end_step(now_ns) if self.ledger.own_handles == 0 and self.learner.in_step else []
+        ledger = self.ledger
+        ends = ledger.handles == ledger.left_over and self.learner.in_step  # `own_handles`, without a call
+        return self._end_step(now_ns) if ends else []
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""
@@ -475,7 +477,8 @@ class Engine:
         An event of its own, after the instructions of the need have been carried out: only then is it known which of
         the storages let go of are still alive.
         """
-        here = self._learned_positions()
+        before, self._position = self._position, self.learner.position
+        here = range(before, self._position)  # of the needs served since this was last asked
         if self._announced:
             self.learner.turn_ended(self._net_ns(now_ns))
             if (plan := self.learner.plan) is not None and plan.rehearsed:
@@ -483,11 +486,6 @@ class Engine:
                 going_bytes = sum(self.ledger.records[each.record].nbytes for each in gone if isinstance(each, Drop))
                 return gone + self._recall.after_turn(going_bytes, now_ns)
         return self._room.following.needed(here, now_ns) + self._recall.prefetch(here, now_ns)
-
-    def _learned_positions(self) -> range:
-        """Positions of the needs served since this was last asked."""
-        before, self._position = self._position, self.learner.position
-        return range(before, self._position)
 
     # -- encoded forms --------------------------------------------------------------------------------------------
     def encoded(self, record: int, nbytes: int) -> None:

@@ -156,5 +156,7 @@ class Expected:
             limit = self._room.limit_bytes
             if limit is not None and self._ledger.resident_bytes > limit:
                 return True
+        if self._recall.waiting:
+            return True
         plan, here = learner.plan, len(learner.log.needs) - 1
-        return self._recall.waiting or (plan is not None and (here in plan.prefetch or here in plan.evictions))
+        return plan is not None and (here in plan.prefetch or here in plan.evictions)

@@ -28,7 +28,7 @@ class Settling:
         if rec.host in (Host.LEAVING, Host.COMING):
             return []
         lets_go = rec.held or rec.encoded_bytes > 0
-        lets_go &= rec.stood_in_for or self._drops_source(rec) or not self._ledger.needed(record)
+        lets_go &= rec.stood_in_for or not self._ledger.supports_missing(record) or self._drops_source(rec)
         if lets_go:
             self._ledger.let_go(record)
             self._candidates.missing(rec)

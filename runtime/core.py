@@ -74,25 +74,9 @@ def _nothing() -> None:
     """Stands for the recorder's switch where no recorder is."""
 
 
-class _Briefly:
-    """Around an event that no instruction follows: notes that come in meanwhile wait for the next `entered`."""
-
-    __slots__ = ("_core",)
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    def __enter__(self) -> None:
-        self._core.lock.acquire()
-        self._core.depth += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self._core.depth -= 1
-        self._core.lock.release()
-
-
 class Core:
-    """One session's mechanism. Use `entered()` around everything that reports events."""
+    """One session's mechanism. Use `entered()` around everything that reports events; around one that no instruction
+    follows the lock is enough, and notes that come in meanwhile wait for the next `entered`."""
 
     def __init__(self, engine: Engine, device: Device, persistent: Persistent, timeline: Timeline) -> None:
         self.engine = engine
@@ -131,7 +115,6 @@ class Core:
         self.inbox = Inbox(self)
         self.lock = threading.RLock()
         self.depth = 0
-        self.briefly = _Briefly(self)
         self._collects = False
         self.owner = 0  # the thread that is in here; 0: none
         self._entered_ns = 0
@@ -215,9 +198,18 @@ class Core:
         return bool(self.engine.ledger.ops) or self.noted.any
 
     def minds(self, tensor: Tensor) -> bool:
-        """Whether a write into the tensor may have to be known."""
+        """Whether a write into the tensor may have to be known: something depends on what is there now."""
         key = tensor.untyped_storage()._cdata
-        return key in self.by_key or self.noted.knows(key)
+        if self.noted.knows(key):
+            return True
+        record = self.by_key.get(key)
+        rec = self.engine.ledger.records.get(record) if record is not None else None
+        if rec is None:
+            return False
+        if rec.users or rec.handles or rec.op is not None:
+            return True
+        slot = self.slots.get(rec.id)
+        return slot is not None and slot.seen is not None
 
     def record_of(self, tensor: Tensor) -> int | None:
         """The record of an op's input; one seen for the first time is a source or a parameter.
@@ -345,15 +337,10 @@ class Core:
             self.step_ended()
 
     # -- saving and bringing back -----------------------------------------------------------------------------------
-    @property
-    def keeps(self) -> bool:
-        """Whether the step goes as planned, so that some saved tensors need only be counted. While steps are traced,
-        every one is looked after."""
-        return self.may_watch and self.engine.learner.routine is not None
-
     def go_on(self) -> None:
         """A need was served: what the plan puts after it."""
-        self.run(self.engine.prefetch(time.perf_counter_ns()))
+        if instructions := self.engine.prefetch(time.perf_counter_ns()):
+            self.run(instructions)
         if self.gauge.on:
             self.gauge.look(own=True)
 
@@ -418,7 +405,8 @@ class Core:
         self._note_moment()
         record = self.engine.ledger.resolve(packed.record)
         try:
-            self.run(needs)
+            if needs:
+                self.run(needs)
             if not self.engine.ledger.records[record].held:
                 if (signs := self.encoder.stand_in(record)) is not None:
                     return over(packed.counter, packed.view.over(signs))
@@ -429,7 +417,8 @@ class Core:
             self.device.share(storage)
             return over(packed.counter, packed.view.over(storage))
         finally:
-            self.run(self.engine.served(packed.record))
+            if done := self.engine.served(packed.record):
+                self.run(done)
             self.attached.given_out(record)
             self.go_on()
 

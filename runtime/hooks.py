@@ -67,7 +67,7 @@ class Hooks:
             return watched
         nbytes = tensor.untyped_storage().nbytes()
         signature = signature_of(tensor, nbytes)
-        if core.keeps and (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
+        if (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
             return kept
         handle = self._handle(tensor, tensor._version, nbytes, signature)
         core.at_pack()
@@ -133,7 +133,8 @@ class Hooks:
         tensor = packed.tensor
         if tensor is None:
             raise DeltaError(LET_GO)
-        _unchanged(tensor, packed.version)
+        if tensor._version != packed.version:
+            raise _modified(tensor.dtype, tuple(tensor.size()), tensor._version, packed.version)
         core = packed.core
         core.at_unpack()
         core.kept.need(packed)

@@ -77,16 +77,15 @@ class Inbox:
             self._take_in()
 
     def _many(self) -> bool:
-        core = self._core
-        return len(self.notes) >= min(_MANY, core.engine.ledger.own_handles) or core.closing
+        waiting, ledger = len(self.notes), self._core.engine.ledger
+        return waiting >= _MANY or waiting >= ledger.handles - ledger.left_over or self._core.closing
 
     def _take_in(self) -> None:
         """Unless another thread is at work in the core, which will, or this one."""
         core = self._core
-        if core.lock.acquire(blocking=False):
+        if not core.lock._is_owned() and core.lock.acquire(blocking=False):  # type: ignore[attr-defined]
             try:
-                if core.depth == 0:
-                    core.hear()
+                core.hear()
             finally:
                 core.lock.release()
 

@@ -69,10 +69,12 @@ class KeptTensors:
         """What autograd gets in place of a tensor that the plan keeps, or drops at once; None if more has to be done
         than that. `nbytes`: of its storage."""
         core, learner = self._core, self._learner
+        if learner.routine is None or not core.may_watch:  # while steps are traced, every one is looked after
+            return None
         storage = tensor.untyped_storage()
         if core.inbox.notes:
             core.hear()
-        with core.briefly:
+        with core.lock:
             order = learner.expects(signature)
             routine = learner.routine
             if order < 0 or routine is None:
@@ -129,7 +131,7 @@ class KeptTensors:
         core, kept, gauge = self._core, packed.kept, self._core.gauge
         assert kept is not None
         in_backward = torch._C._current_graph_task_id() != -1
-        with core.briefly:
+        with core.lock:
             if gauge.on and (gauge.closely or kept.recorded):
                 gauge.look()
             now_ns = time.perf_counter_ns()

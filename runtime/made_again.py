@@ -13,7 +13,7 @@ from torch import Tensor
 from delta.runtime import batch_norm
 from delta.runtime.modes import only_lowest
 from delta.runtime.note import Made, Note, Read
-from delta.runtime.recompute import AUTOCAST_KEYS, fill, mismatch, results_of, run_seeded
+from delta.runtime.recompute import AUTOCAST_KEYS, fill, filled, mismatch, results_of, run_seeded
 from delta.runtime.settings import under
 from delta.runtime.view import View
 from delta.runtime.writes import refusal
@@ -135,11 +135,11 @@ class MadeAgain:
         tensors = [self._tensor(note, read) for read in note.reads]
         for tensor in tensors:
             self._core.device.share(tensor.untyped_storage())  # it may have been made on another stream
-        args = [fill(arg, tensors) for arg in note.args]
         statistics = [view.over(storage) for ref, view in note.statistics if (storage := ref()) is not None]
         if len(statistics) == 2:  # they are there, and give the output
-            return [batch_norm.output(args, *statistics)]
-        kwargs = {name: fill(arg, tensors) for name, arg in note.kwargs.items()}
+            needed = [fill(arg, tensors) for arg in note.args[: batch_norm.MEANT]]
+            return [batch_norm.output(needed, *statistics)]
+        args, kwargs = filled(note.args, note.kwargs, tensors)
         return results_of(run_seeded(note.func, note.generator, note.state, args, kwargs))
 
     def _tensor(self, note: Note, read: Read) -> Tensor:

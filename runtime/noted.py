@@ -115,7 +115,7 @@ class Noted:
     def add(self, note: Note, results: Sequence[Tensor]) -> None:
         """The call has run, and gave these."""
         core, made_by, readers, ledger = self._core, self.made, self.readers, self._engine.ledger
-        with core.briefly:
+        with core.lock:
             for key in note.held:
                 readers[key] = readers.get(key, 0) + 1
             for record in note.records:
@@ -156,7 +156,7 @@ class Noted:
         if made is None or not made.is_seen_through(tensor):
             return None
         now_ns = time.perf_counter_ns()
-        with core.briefly:
+        with core.lock:
             first = made.kept is None
             if made.kept is None:
                 made.kept = engine.expected.keep(order, key, signature, made.nbytes, core.next_id, now_ns, noted=True)

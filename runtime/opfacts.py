@@ -98,14 +98,14 @@ def cudnn_searches() -> bool:
 
 def facts_of(func: OpOverload) -> OpFacts:
     """The facts of one overload."""
-    known = _known.get(id(func))
+    known = KNOWN.get(id(func))
     if known is None:
-        known = _known[id(func)] = func, _facts(func)
+        known = KNOWN[id(func)] = func, _facts(func)
     return known[1]
 
 
 # By identity, since hashing an overload takes a call of Python; each is kept, so that its identity stays its own.
-_known: dict[int, tuple[OpOverload, OpFacts]] = {}
+KNOWN: dict[int, tuple[OpOverload, OpFacts]] = {}
 
 
 def _facts(func: OpOverload) -> OpFacts:

@@ -38,6 +38,7 @@ class Slot:
 
 
 _SLOTS = tuple(map(Slot, range(16)))
+_SIMPLE = frozenset({bool, int, float, type(None)})  # arguments of these types hold no tensor: most are of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,9 @@ class Call(NamedTuple):
 def strip(args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """Take the tensors out of an op's arguments."""
     tensors: list[Tensor] = []
-    plain_args = tuple([_strip(arg, tensors) for arg in args])
-    return Call(plain_args, {name: _strip(arg, tensors) for name, arg in kwargs.items()}, tensors)
+    plain_args = tuple([arg if type(arg) in _SIMPLE else _strip(arg, tensors) for arg in args])
+    plain_kwargs = {name: _strip(arg, tensors) for name, arg in kwargs.items()} if kwargs else {}
+    return Call(plain_args, plain_kwargs, tensors)
 
 
 def _strip(value: Any, tensors: list[Tensor]) -> Any:
@@ -105,6 +107,14 @@ def _strip(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_strip(item, tensors) for item in value)
     return value
+
+
+def filled(
+    args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The reverse of `strip`."""
+    whole_args = [arg if type(arg) in _SIMPLE else fill(arg, tensors) for arg in args]
+    return whole_args, {name: fill(arg, tensors) for name, arg in kwargs.items()} if kwargs else {}
 
 
 def fill(value: Any, tensors: Sequence[Tensor]) -> Any:
@@ -123,7 +133,13 @@ def results_of(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, (list, tuple)):
-        return [tensor for item in result for tensor in results_of(item)]
+        tensors: list[Tensor] = []
+        for item in result:
+            if isinstance(item, Tensor):
+                tensors.append(item)
+            else:
+                tensors += results_of(item)
+        return tensors
     return []
 
 
@@ -154,12 +170,12 @@ def replay(
             if entry.record in overwritten and entry.record not in steal:
                 storage = copies.setdefault(entry.record, storage.clone())
             tensors.append(entry.view.over(storage))
-        args = [fill(arg, tensors) for arg in recipe.args]
-        kwargs = {name: fill(arg, tensors) for name, arg in recipe.kwargs.items()}
         statistics = _statistics(recipe, left)
         if statistics is not None:
             made = recipe.products[batch_norm.OUTPUT]
-            return {made.record: _check(recipe, made, [batch_norm.output(args, *statistics)], tensors)}
+            again = batch_norm.output([fill(arg, tensors) for arg in recipe.args[: batch_norm.MEANT]], *statistics)
+            return {made.record: _check(recipe, made, [again], tensors)}
+        args, kwargs = filled(recipe.args, recipe.kwargs, tensors)
         result = results_of(run_seeded(recipe.func, recipe.generator, recipe.generator_state, args, kwargs))
     return {product.record: _check(recipe, product, result, tensors) for product in recipe.products}
 

@@ -22,7 +22,7 @@ from delta.routine import Way
 from delta.runtime import batch_norm
 from delta.runtime.compiled import never_compiled
 from delta.runtime.note import Note
-from delta.runtime.opfacts import OpFacts, cudnn_searches, facts_of
+from delta.runtime.opfacts import KNOWN, OpFacts, cudnn_searches, facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
 from delta.runtime.view import View, is_plain
 from delta.types import Kind, OpInfo
@@ -64,37 +64,39 @@ class Recorder(TorchDispatchMode):
         core = self._core
         if (core.owner and core.inside()) or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        facts = facts_of(func)
+        known = KNOWN.get(id(func))  # as `facts_of`, without a call
+        facts = known[1] if known is not None else facts_of(func)
         if facts.idle:
             return func(*args, **kwargs)
+        learner = core.engine.learner
         if torch._C._current_graph_task_id() != -1:
-            if facts.writes and core.has_recipes:
-                return self._watch(func, facts, args, kwargs)
-            return func(*args, **kwargs)
-        learner, keep_track = core.engine.learner, False
-        if torch.is_grad_enabled():
+            watched, keep_track = facts.writes and core.has_recipes, False
+        elif torch.is_grad_enabled():
             if core.engine.step_ends.needed:
                 core.forward_again()
-            way = learner.routine.way(func) if learner.routine is not None else Way.RECORD
+            routine = learner.routine
+            way = routine.way(func) if routine is not None else Way.RECORD
             if way is None:
                 way = self._unexpected()
             if way is Way.NOTE and core.noted.on:
                 return self._note(func, facts, args, kwargs)
             if way is not Way.PASS:
                 return self._record(func, facts, args, kwargs)
-            watched = facts.writes
+            watched, keep_track = facts.writes, False
         else:
             keep_track = learner.in_step
             watched = keep_track or (facts.writes and core.has_recipes)
-        return self._watch(func, facts, args, kwargs, keep_track) if watched else self._pass(func, args, kwargs)
-
-    def _pass(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an op that nobody will ask for."""
-        try:
+        if watched and (keep_track or self._minds(facts, args, kwargs)):
+            return self._watch(func, facts, args, kwargs, keep_track)
+        try:  # nobody will ask for what it makes
             return func(*args, **kwargs)
         except torch.OutOfMemoryError:
-            self._core.rescue()
+            core.rescue()
         return func(*args, **kwargs)
+
+    def _minds(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether something depends on what the op overwrites."""
+        return any(map(self._core.minds, tensors_written(facts, facts.statistics_written(args), args, kwargs)))
 
     def _unexpected(self) -> Way:
         """In a step whose routine is known, this call is another than the one that it expects."""
@@ -103,13 +105,11 @@ class Recorder(TorchDispatchMode):
         return Way.RECORD
 
     def _watch(
-        self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool = False
+        self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], keep_track: bool
     ) -> Any:
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
         written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
-        if not keep_track and not any(map(core.minds, written)):
-            return self._pass(func, args, kwargs)
         with core.entered():
             preserved = core.writes.begin(written)
             began_ns = time.perf_counter_ns()
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
         generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
         refusals = facts.refusals(core.device)
         try:
-            with core.briefly if overwrites is not None else nullcontext():  # what it writes into stays noted meanwhile
+            with core.lock if overwrites is not None else nullcontext():  # what it writes into stays noted meanwhile
                 result = func(*args, **kwargs)
         except torch.OutOfMemoryError:
             core.rescue()
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
         may = facts.replays_on(device.kind, refused=facts.refusals(device) != refusals)
         if not may and facts.cudnn_chooses and cudnn_searches():
             self._core.engine.totals.warn("cudnn.benchmark", _SEARCHED)
-        return may and (not facts.seeded or generator is not None) and all(is_plain(tensor) for tensor in results)
+        return may and (not facts.seeded or generator is not None) and all(map(is_plain, results))
 
 
 def tensors_written(
@@ -261,7 +261,8 @@ def tensors_written(
     written: list[Tensor] = []
     for where in (*facts.mutates, *statistics):
         value = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
-        written += [tensor for tensor in results_of(value) if is_plain(tensor)]
+        if value is not None:
+            written += filter(is_plain, results_of(value))
     return written
 
 

@@ -38,7 +38,9 @@ class Switch:
 
     def follow(self) -> None:
         """Do as the engine and the tracer want, if the stack allows it now."""
-        if not self._on or not self._core.keeps or self._core.engine.learner.packs < 2:  # else as at the first save
+        learner = self._core.engine.learner
+        as_planned = learner.routine is not None and learner.packs >= 2 and self._core.may_watch
+        if not self._on or not as_planned:  # else it is as it was at the first save
             self._follow(self._wanted())
         if torch._C._current_graph_task_id() == -1:
             self._core.device.enforce(self._recorder in self._on)

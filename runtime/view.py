@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from delta.runtime.landing import is_landing
 
 _dispatch_keys = torch._C._dispatch_keys
+_new = tuple.__new__  # a named tuple's own is a function of Python
 
 
 class View(NamedTuple):
@@ -25,13 +26,14 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
-        return cls(
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            *_conj_and_neg(tensor),
-        )
+        keys = _dispatch_keys(tensor).raw_repr()
+        bits = _bits.get(keys)
+        if bits is None:
+            # Asked once: to say so the tensor's own methods let go of Python's lock, and where a copy has just been
+            # asked for its thread takes that (80 us on average).
+            bits = _bits[keys] = tensor.is_conj(), tensor.is_neg()
+        look = (tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), *bits)
+        return _new(cls, look)
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor this view describes, over `storage`. Not seen by dispatch modes: no computation happens."""
@@ -73,18 +75,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 _plain: dict[int, bool] = {}  # by dispatch keys
-_bits: dict[int, tuple[bool, bool]] = {}  # by dispatch keys
-
-
-def _conj_and_neg(tensor: Tensor) -> tuple[bool, bool]:
-    """Whether it is lazily conjugated, and negated. The tensor's own methods let go of Python's lock to say so, and
-    where a copy has just been asked for its thread takes that: 80 us on average.
-    """
-    keys = _dispatch_keys(tensor).raw_repr()
-    bits = _bits.get(keys)
-    if bits is None:
-        bits = _bits[keys] = tensor.is_conj(), tensor.is_neg()
-    return bits
+_bits: dict[int, tuple[bool, bool]] = {}  # by dispatch keys: lazily conjugated, and negated
 
 
 def _is_strided(tensor: Tensor) -> bool:
