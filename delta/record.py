@@ -46,6 +46,12 @@ class Record:
     accounted_bytes: int = 0  # of it in the totals
 
     @property
+    def depended_on(self) -> bool:
+        """Whether it matters what its bytes are: it is saved, or a recipe reads or makes it. Else the next version can
+        go on as this record."""
+        return self.handles > 0 or bool(self.users) or self.op is not None
+
+    @property
     def counted(self) -> bool:
         """Whether its bytes count as resident activations."""
         return self.alive and self.kind is not Kind.PARAMETER and (self.handles > 0 or self.held)

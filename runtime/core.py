@@ -204,12 +204,7 @@ class Core:
             return True
         record = self.by_key.get(key)
         rec = self.engine.ledger.records.get(record) if record is not None else None
-        if rec is None:
-            return False
-        if rec.users or rec.handles or rec.op is not None:
-            return True
-        slot = self.slots.get(rec.id)
-        return slot is not None and slot.seen is not None
+        return rec is not None and rec.depended_on
 
     def record_of(self, tensor: Tensor) -> int | None:
         """The record of an op's input; one seen for the first time is a source or a parameter.
@@ -224,10 +219,12 @@ class Core:
             record = self._seen_first(tensor)
         if record is None:
             return None
-        kind, slot = self.engine.ledger.records[record].kind, self.slots[record]
-        if slot.written_unseen or (kind is not Kind.PARAMETER and is_shared(tensor)):
+        rec, slot = self.engine.ledger.records[record], self.slots[record]
+        if rec.kind is not Kind.PARAMETER and is_shared(tensor):
             return None
-        if slot.seen is None:
+        if slot.written_unseen and rec.depended_on:
+            return None
+        if slot.seen is None or not rec.depended_on:
             slot.look_at(tensor)
         return record
 

@@ -50,8 +50,8 @@ class Writes:
                 continue
             core.slots[old].seen = None  # this write is known of
             rec = core.engine.ledger[old]
-            if not rec.users and not rec.handles and rec.op is None:
-                continue  # no recipe reads or makes the old version: the record can go on as it is
+            if not rec.depended_on:
+                continue
             kind = Kind.PARAMETER if core.persistent.holds(tensor) else Kind.ACTIVATION
             new = core.create(tensor, kind)
             versions[old] = new

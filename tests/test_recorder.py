@@ -354,6 +354,64 @@ def test_writing_through_a_view_writes_the_storage(core):
     assert last(core).outputs == (core.known(y),)
 
 
+# -- which writes have to be known ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("prepare", "minded"),
+    [
+        pytest.param(lambda core, x: None, False, id="nobody knows it"),
+        pytest.param(lambda core, x: core.create(x, Kind.PARAMETER), False, id="only known"),
+        pytest.param(lambda core, x: x.sin(), True, id="read by a recipe that lives"),
+        pytest.param(lambda core, x: core.engine.saved(core.create(x, Kind.ACTIVATION), 1, 1), True, id="saved"),
+    ],
+)
+def test_a_write_is_minded_where_something_depends_on_what_is_there(core, prepare, minded):
+    x = torch.ones(4)
+    with Recorder(core):
+        kept = prepare(core, x)
+    assert core.minds(x) is minded
+    del kept
+
+
+def test_a_write_into_what_was_made_and_nobody_read_is_minded(core):
+    with Recorder(core):
+        made = torch.ones(4).sin()
+    assert core.minds(made)
+
+
+def test_what_a_recipe_has_read_can_be_read_again_after_a_write(core):
+    """The version counter has moved, and that is no write that nobody knows of."""
+    x = torch.ones(4)
+    with Recorder(core):
+        y = x.cos()
+        x.sin()
+        core.hear()
+        del y
+        core.hear()
+        assert not record(core, x).users
+        with torch.no_grad():
+            x.mul_(2)
+        made = x.sin()
+    assert last(core).inputs == (core.known(x),)
+    assert last(core).outputs == (core.known(made),)
+    assert last(core).replayable
+
+
+def test_nobody_comes_in_for_a_write_that_spoils_nothing(core, monkeypatch):
+    """Of batch norm's counters, for one, there are dozens."""
+    counter, x = torch.zeros(()), torch.ones(4)
+    core.create(counter, Kind.PARAMETER)
+    entered = []
+    with Recorder(core):
+        y = x.sin()  # a recipe that a write could spoil
+        core.engine.learner.routine = Routine([(torch.ops.aten.add_.Tensor, -1)], [Way.PASS])
+        monkeypatch.setattr(type(core), "__enter__", lambda core: entered.append(core))
+        counter.add_(1)
+        monkeypatch.undo()
+    assert entered == []
+    assert float(counter) == 1.0
+    del y
+
+
 def test_batch_norm_statistics_are_written_but_not_read(core):
     norm = nn.BatchNorm1d(6)
     x = torch.randn(4, 6)
