@@ -22,9 +22,15 @@ def counter_of(tensor: Tensor) -> Tensor:
 
 def over(counter: Tensor, data: Tensor) -> Tensor:
     """`data` as a tensor whose writes count on `counter`."""
-    with torch._C._DisableTorchDispatch():
-        alias = counter.detach()
-        alias.data = data
+    if torch._C._len_torch_dispatch_stack():
+        with torch._C._DisableTorchDispatch():
+            return _over(counter, data)
+    return _over(counter, data)
+
+
+def _over(counter: Tensor, data: Tensor) -> Tensor:
+    alias = counter.detach()
+    alias.data = data
     return alias
 
 

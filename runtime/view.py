@@ -37,13 +37,18 @@ class View(NamedTuple):
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor this view describes, over `storage`. Not seen by dispatch modes: no computation happens."""
-        with torch._C._DisableTorchDispatch():
-            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-            tensor.set_(storage, self.offset, self.size, self.stride)
-            if self.conj:
-                tensor = tensor.conj()
-            if self.neg:
-                tensor = torch._neg_view(tensor)
+        if torch._C._len_torch_dispatch_stack():  # in backward there is none as a rule
+            with torch._C._DisableTorchDispatch():
+                return self._over(storage)
+        return self._over(storage)
+
+    def _over(self, storage: torch.UntypedStorage) -> Tensor:
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        if self.conj:
+            tensor = tensor.conj()
+        if self.neg:
+            tensor = torch._neg_view(tensor)
         return tensor
 
 

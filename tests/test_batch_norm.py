@@ -122,6 +122,21 @@ def test_there_is_one_trial_for_each_layout_and_dtype(monkeypatch: pytest.Monkey
     assert [tuple(x.shape) for x in tried] == [(4, 3, 8, 8)] * 2 + [(2, 3, 8, 8)] * 2
 
 
+def test_what_one_call_may_another_of_its_shape_may_not() -> None:
+    trials, dense = a_trial(), torch.randn(4, 3, 8, 8)
+    whole, pieces = torch.zeros(3), torch.zeros(3, 2)[:, 0]
+
+    def may(x: Tensor, mean: Tensor) -> bool:
+        call = (x, None, None, mean, torch.ones(3, dtype=mean.dtype), True, 0.1, 1e-5)
+        return trials.again_ns(OP, call, OP(*call)) is not None
+
+    assert may(dense, whole)
+    assert not may(torch.randn(4, 3, 8, 16)[..., ::2], whole)
+    assert not may(dense, pieces)
+    assert not may(dense.bfloat16(), whole.bfloat16())
+    assert may(dense, whole)
+
+
 # -- in a training ----------------------------------------------------------------------------------------------------
 class Net(nn.Module):
     """Convolutions, each with batch norm and ReLU; the norm's output is saved by nobody but is asked for again."""

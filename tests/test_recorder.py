@@ -3,6 +3,7 @@
 import gc
 import time
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -382,10 +383,7 @@ def test_what_a_recipe_has_read_can_be_read_again_after_a_write(core):
     """The version counter has moved, and that is no write that nobody knows of."""
     x = torch.ones(4)
     with Recorder(core):
-        y = x.cos()
-        x.sin()
-        core.hear()
-        del y
+        x.cos()
         core.hear()
         assert not record(core, x).users
         with torch.no_grad():
@@ -394,6 +392,7 @@ def test_what_a_recipe_has_read_can_be_read_again_after_a_write(core):
     assert last(core).inputs == (core.known(x),)
     assert last(core).outputs == (core.known(made),)
     assert last(core).replayable
+    assert not core.slots[core.known(x)].written_unseen
 
 
 def test_nobody_comes_in_for_a_write_that_spoils_nothing(core, monkeypatch):
@@ -410,6 +409,19 @@ def test_nobody_comes_in_for_a_write_that_spoils_nothing(core, monkeypatch):
     assert entered == []
     assert float(counter) == 1.0
     del y
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_death_within_an_event_waits_for_its_end(core, within):
+    tensor = torch.ones(4)
+    record = core.create(tensor, Kind.ACTIVATION)
+    with core:
+        core.run(core.engine.saved(record, 1, 1))
+    with core.lock if within else nullcontext():
+        core.inbox.handle_died(record)
+        assert core.engine.ledger.handles == within
+    core.hear()
+    assert core.engine.ledger.handles == 0
 
 
 def test_batch_norm_statistics_are_written_but_not_read(core):
