@@ -337,9 +337,7 @@ class Engine:
         if kept.recorded:
             return self.unsaved(kept.record, now_ns)
         self.keeping.released(kept, read)
-        ledger = self.ledger
-        ends = ledger.handles == ledger.left_over and self.learner.in_step  # `own_handles`, without a call
-        return self._end_step(now_ns) if ends else []
+        return self._end_step(now_ns) if self.ledger.own_handles == 0 and self.learner.in_step else []
 
     def allocating(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""

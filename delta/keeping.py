@@ -113,16 +113,15 @@ class Keeping:
         if kept.users:
             self._ledger.count(handles=-1)
             return
+        self._ledger.count(-1, unevicted_bytes=-kept.nbytes)
         if kept.noted:
             self.noted.remove(kept)
         else:
             del self.storages[kept.key]
-        goes = kept.there and not read
-        self._ledger.count(-1, -kept.nbytes if goes else 0, -kept.nbytes)
         if read:
             self.lingering[kept.key] = kept
-        elif goes:
-            kept.there = False
+        else:
+            self.went(kept)
         self._learner.released(kept.order)
 
     def unread(self, key: int) -> None:

@@ -208,17 +208,9 @@ class Learner:
         self.packs += 1
 
     def came_first(self, signature: int, order: int, record: int, nbytes: int, now_ns: int) -> None:
-        """... the first one on its storage, an activation with that number: `came` and `saved`, in one call."""
-        log = self.log
-        log.signatures.append(signature)
-        log.orders.append(order)
-        self.packs += 1
-        log.saves.append(record)
-        log.save_ns.append(now_ns - (self.began_ns or 0))
-        log.ops_before.append(len(log.ops))
-        log.needs_before.append(len(log.needs))
-        log.nbytes[record] = nbytes
-        log.kinds[record] = Kind.ACTIVATION
+        """... the first one on its storage, an activation with that number."""
+        self.came(signature, order)
+        self.saved(record, nbytes, Kind.ACTIVATION, now_ns)
 
     def placed(self, order: int) -> None:
         """The tensor packed last is on the storage of this save order."""

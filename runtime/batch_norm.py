@@ -24,14 +24,14 @@ from delta.runtime.view import View
 
 OP: OpOverload = torch.ops.aten.native_batch_norm.default
 OUTPUT, MEAN, INVSTD = range(3)  # its results
-MEANT = 3  # of its arguments, that many from the first on matter to `output`: input, weight, bias
+NEEDED = 3  # of its arguments, that many from the first on matter to `output`: input, weight, bias
 _TRAINING = 5  # position among them
 _AS_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FULL_PRECISION = (torch.float32, torch.float64)
 
 
 def output(args: Sequence[Any], mean: Tensor, invstd: Tensor) -> Tensor:
-    """The output of a call in training that had these arguments (`MEANT`) and gave these statistics."""
+    """The output of a call in training that had these arguments (`NEEDED`) and gave these statistics."""
     x, weight, bias = args
     scale = invstd if weight is None else weight * invstd
     made: Tensor = OP(x, scale, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)[OUTPUT]
@@ -52,10 +52,10 @@ class Trials:
             return None
         kind = tuple([None if tensor is None else _kind(tensor) for tensor in args[:_TRAINING]])
         if kind not in self._known:
-            self._known[kind] = self._try(args, results) if _in_one_loop(args, results) else None
+            self._known[kind] = self._trial(args, results) if _in_one_loop(args, results) else None
         return self._known[kind]
 
-    def _try(self, args: Sequence[Any], results: Sequence[Tensor]) -> int | None:
+    def _trial(self, args: Sequence[Any], results: Sequence[Tensor]) -> int | None:
         began_ns = self._begins()
         with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
             again_ns = _try(args, results)
@@ -91,7 +91,7 @@ def _try(args: Sequence[Any], results: Sequence[Tensor]) -> int | None:
 
 def _timed(args: Sequence[Any], results: Sequence[Tensor]) -> tuple[Tensor, int]:
     began_ns = time.perf_counter_ns()
-    made = output(args[:MEANT], results[MEAN], results[INVSTD])
+    made = output(args[:NEEDED], results[MEAN], results[INVSTD])
     return made, time.perf_counter_ns() - began_ns
 
 

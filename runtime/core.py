@@ -222,10 +222,10 @@ class Core:
         rec, slot = self.engine.ledger.records[record], self.slots[record]
         if rec.kind is not Kind.PARAMETER and is_shared(tensor):
             return None
-        if slot.written_unseen and rec.depended_on:
-            return None
         if slot.seen is None or not rec.depended_on:
             slot.look_at(tensor)
+        elif slot.written_unseen:
+            return None
         return record
 
     def _seen_first(self, tensor: Tensor) -> int | None:

@@ -77,8 +77,8 @@ class Inbox:
             self._take_in()
 
     def _many(self) -> bool:
-        waiting, ledger = len(self.notes), self._core.engine.ledger
-        return waiting >= _MANY or waiting >= ledger.handles - ledger.left_over or self._core.closing
+        core = self._core
+        return len(self.notes) >= min(_MANY, core.engine.ledger.own_handles) or core.closing
 
     def _take_in(self) -> None:
         """Unless another thread is at work in the core, which will, or this one."""

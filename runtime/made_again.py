@@ -137,7 +137,7 @@ class MadeAgain:
             self._core.device.share(tensor.untyped_storage())  # it may have been made on another stream
         statistics = [view.over(storage) for ref, view in note.statistics if (storage := ref()) is not None]
         if len(statistics) == 2:  # they are there, and give the output
-            needed = [fill(arg, tensors) for arg in note.args[: batch_norm.MEANT]]
+            needed = [fill(arg, tensors) for arg in note.args[: batch_norm.NEEDED]]
             return [batch_norm.output(needed, *statistics)]
         args, kwargs = filled(note.args, note.kwargs, tensors)
         return results_of(run_seeded(note.func, note.generator, note.state, args, kwargs))

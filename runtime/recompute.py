@@ -173,7 +173,7 @@ def replay(
         statistics = _statistics(recipe, left)
         if statistics is not None:
             made = recipe.products[batch_norm.OUTPUT]
-            again = batch_norm.output([fill(arg, tensors) for arg in recipe.args[: batch_norm.MEANT]], *statistics)
+            again = batch_norm.output([fill(arg, tensors) for arg in recipe.args[: batch_norm.NEEDED]], *statistics)
             return {made.record: _check(recipe, made, [again], tensors)}
         args, kwargs = filled(recipe.args, recipe.kwargs, tensors)
         result = results_of(run_seeded(recipe.func, recipe.generator, recipe.generator_state, args, kwargs))
