@@ -31,6 +31,7 @@ from delta.runtime.batch_norm import Trials
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.gauge import Gauge
+from delta.runtime.generators import set_back
 from delta.runtime.handle import Handle
 from delta.runtime.inbox import Inbox
 from delta.runtime.kept import KeptTensors
@@ -466,12 +467,21 @@ class Core:
             )
         return storage
 
-    def rescued(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the user's op; out of device memory, evict all that can go and run it once more (rule 13)."""
+    def rescued(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        generator: torch.Generator | None,
+        state: Tensor | None,
+    ) -> Any:
+        """Run the user's op; out of device memory, evict all that can go and run it once more (rule 13), drawing from
+        its generator what it drew."""
         try:
             return self._outside(func, args, kwargs)
         except torch.OutOfMemoryError:
             self.rescue()
+        set_back(generator, state)
         return self._outside(func, args, kwargs)
 
     def rescue(self) -> None:

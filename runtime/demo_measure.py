@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.runtime import rematerialise
 from delta.runtime.device.base import Device, HostBlock, Ticket
+from delta.runtime.made_again import MadeAgain
 from delta.runtime.recompute import results_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -238,7 +239,6 @@ class ResidentBytes(SavedBytes):
         super().__init__(model)
         self.host_peak_bytes = 0
         self._device = device
-        self._replays = _ResultsOfOps(self.made)
 
     def __enter__(self) -> Self:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -247,14 +247,19 @@ class ResidentBytes(SavedBytes):
         self._copy_in = self._device.copy_in
         self._copy_out = self._device.copy_out
         vars(self._device).update(copy_in=self._copied_in, copy_out=self._copied_out)
-        self._replay = vars(rematerialise)["replay"]
-        vars(rematerialise)["replay"] = self._replayed
+        self._replays = [
+            (rematerialise, "replay", vars(rematerialise)["replay"]),  # of recipes
+            (MadeAgain, "run_again", MadeAgain.run_again),  # of notes
+        ]
+        for where, name, replay in self._replays:
+            setattr(where, name, self._shown(replay))
         return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
         del vars(self._device)["copy_in"], vars(self._device)["copy_out"]
-        vars(rematerialise)["replay"] = self._replay
+        for where, name, replay in self._replays:
+            setattr(where, name, replay)
 
     def keep(self, tensor: Tensor) -> Any:
         return self._delta_pack(tensor)
@@ -263,9 +268,12 @@ class ResidentBytes(SavedBytes):
         tensor: Tensor = self._delta_unpack(kept)
         return tensor
 
-    def _replayed(self, *arguments: Any) -> Any:
-        with self._replays:  # the program's own modes do not see replays
-            return self._replay(*arguments)
+    def _shown(self, replay: Callable[..., Any]) -> Callable[..., Any]:
+        def replayed(*arguments: Any) -> Any:
+            with _ResultsOfOps(self.made):  # the program's own modes do not see replays
+                return replay(*arguments)
+
+        return replayed
 
     def made(self, tensors: Iterable[Tensor]) -> None:
         """Delta made these."""

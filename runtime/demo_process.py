@@ -122,8 +122,13 @@ class WorkerProcess:
         return answer
 
     def _died(self) -> DeltaError:
-        code = self._process.wait(_GOODBYE_S)
+        try:
+            code = self._process.wait(_GOODBYE_S)
+        except subprocess.TimeoutExpired:  # it has closed its output, and hangs
+            self._process.kill()
+            self._process.wait()
+            return DeltaError(f"the {self._mode} process answers no more, and was ended")
         text = f"the {self._mode} process ended with exit code {code}"
         if code == -9:
-            return OutOfMemory(f"{text}: killed, most likely for want of memory; try a smaller --batch")
-        return DeltaError(f"{text}: its error is above")
+            return OutOfMemory(f"{text}: killed, most likely for want of memory. A smaller batch needs less")
+        return DeltaError(f"{text}: what it printed to the standard error says more")

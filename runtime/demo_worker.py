@@ -10,8 +10,8 @@
 A step with ``"count": true`` is slower, and answers with ``"counted_peak_bytes"``, too: the peak of saved activations
 on the device, counted here and not by Delta; null where they cannot be counted from outside. With ``"allocated": true``
 it answers with ``"allocated_peak_bytes"``: all that was allocated on a CPU, as the profiler saw it. On a card each step
-answers with ``"host_ns"``, too: how long the host took for forward and backward, the card's work not waited for. A
-DeltaError is answered with ``{"error": "<text>"}``, memory that ran out with ``{"out_of_memory": "<text>"}``. Between
+answers with ``"host_ns"``, too: how long the host took for forward and backward, the card's work not waited for. An
+error is answered with ``{"error": "<text>"}``, memory that ran out with ``{"out_of_memory": "<text>"}``. Between
 lines the process sleeps in a read, so the sides can take turns on the same cores. Peaks of memory are those of the time
 before the first plain step beside.
 """
@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -41,11 +42,19 @@ from delta.runtime.demo_measure import (
     gradient_digest,
     standing_bytes,
 )
+from delta.runtime.device.accelerator import CudaCard
 from delta.runtime.settle import settle_kernels
 from delta.trace import Recording
 from delta.units import Bytes, parse_size
 
 TRACED_STEPS = 5
+_NO_MEMORY = (
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "unable to find an engine to execute this computation",  # cuDNN, where none has room for what it works with
+    "DefaultCPUAllocator: can't allocate memory",
+)
 COLD_STEPS = 2  # of them: first-touch page faults
 
 
@@ -88,7 +97,7 @@ class Trainer:
         _make_deterministic(spec.device)
         self._spec = spec
         if spec.budget is not None and spec.mode != "delta":
-            _cap(spec.budget)
+            _cap(spec.budget, spec.device)
         self._task = zoo.make(spec.model, spec.sizes, spec.seed, spec.device)
         self._model = self._task.model.to(spec.device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4)
@@ -230,8 +239,10 @@ def _make_deterministic(device: str) -> None:
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010, not typed
 
 
-def _cap(budget: str) -> None:
-    """Let PyTorch's allocator give out no more than that."""
+def _cap(budget: str, device: str) -> None:
+    """Let PyTorch's allocator reserve no more than that, in segments such as Delta has under a budget."""
+    index = torch.device(device).index
+    CudaCard(torch.cuda.current_device() if index is None else index).expand_segments(True)
     total_bytes = torch.cuda.mem_get_info()[1]
     wanted = parse_size(budget, what="budget")
     nbytes = wanted.nbytes if isinstance(wanted, Bytes) else wanted.fraction * total_bytes
@@ -251,6 +262,22 @@ def _session(spec: Spec, model: nn.Module) -> AbstractContextManager[_Run | None
         trace=trace,
         device=spec.device,
     )
+
+
+def _failure(error: Exception) -> dict[str, str]:
+    if _is_out_of_memory(error):
+        return {"out_of_memory": str(error)}
+    if isinstance(error, DeltaError):
+        return {"error": str(error)}
+    traceback.print_exception(error)
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, or a budget is too small. Libraries below PyTorch's allocators say so in words only."""
+    if isinstance(error, (BudgetError, MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def serve(lines: Iterable[str], answers: TextIO) -> None:
@@ -275,10 +302,8 @@ def serve(lines: Iterable[str], answers: TextIO) -> None:
                 case _:
                     raise ValueError(f"unexpected request {line!r}")
             print(json.dumps(answer), file=answers, flush=True)
-    except (BudgetError, MemoryError, torch.OutOfMemoryError) as error:
-        print(json.dumps({"out_of_memory": str(error)}), file=answers, flush=True)
-    except DeltaError as error:
-        print(json.dumps({"error": str(error)}), file=answers, flush=True)
+    except Exception as error:  # whoever asked goes on without this process, and has to know why
+        print(json.dumps(_failure(error)), file=answers, flush=True)
     finally:
         if trainer is not None:
             trainer.close()

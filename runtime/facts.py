@@ -54,7 +54,10 @@ def _link(device: str, policy: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout this file is in; with a + where the files differ from it."""
+    """The commit of the checkout this file is in; with a + where the files differ from it. A copy of the files alone
+    does not know it: there `DELTA_COMMIT` in the environment says."""
+    if told := os.environ.get("DELTA_COMMIT"):
+        return told
     here = Path(__file__).resolve().parent
     try:
         found = subprocess.run(

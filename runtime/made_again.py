@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor
 
 from delta.runtime import batch_norm
+from delta.runtime.cudnn import by_first_choice
+from delta.runtime.generators import run_seeded
 from delta.runtime.modes import only_lowest
 from delta.runtime.note import Made, Note, Read
-from delta.runtime.recompute import AUTOCAST_KEYS, fill, filled, mismatch, results_of, run_seeded
+from delta.runtime.recompute import AUTOCAST_KEYS, fill, filled, mismatch, results_of
 from delta.runtime.settings import under
 from delta.runtime.view import View
 from delta.runtime.writes import refusal
@@ -116,11 +120,11 @@ class MadeAgain:
 
     def _make(self, note: Note) -> list[Made]:
         """Run the call once more, by the algorithm of the first time; what it has made that was not there."""
-        device, facts = self._core.device, note.facts
-        refusals = facts.refusals(device)
-        results = self._run(note)
-        if facts.refusals(device) != refusals:
-            raise torch.OutOfMemoryError(f"replaying {facts.name} found no memory for its algorithm")
+        facts = note.facts
+        tensors = [self._tensor(note, read) for read in note.reads]
+        for tensor in tensors:
+            self._core.device.share(tensor.untyped_storage())  # it may have been made on another stream
+        results = by_first_choice(facts, self._core.device, partial(self.run_again, note, tensors))
         made_now = []
         for made, value in zip(note.results, results, strict=False):
             if made is not None and made.found() is None:
@@ -131,10 +135,8 @@ class MadeAgain:
                 made_now.append(made)
         return made_now
 
-    def _run(self, note: Note) -> list[Tensor]:
-        tensors = [self._tensor(note, read) for read in note.reads]
-        for tensor in tensors:
-            self._core.device.share(tensor.untyped_storage())  # it may have been made on another stream
+    def run_again(self, note: Note, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the call gives the second time, with these for what it reads."""
         statistics = [view.over(storage) for ref, view in note.statistics if (storage := ref()) is not None]
         if len(statistics) == 2:  # they are there, and give the output
             needed = [fill(arg, tensors) for arg in note.args[: batch_norm.NEEDED]]

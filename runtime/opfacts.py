@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
+from delta.runtime import cudnn
+
 if TYPE_CHECKING:
     from delta.runtime.device.base import Device
 
@@ -42,7 +44,7 @@ _UNORDERED_ON_CUDA = {
     "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_put",
     "index_put_", "_index_put_impl_", "put", "put_", "bincount", "histc", "cumsum", "cumprod", "index_reduce",
     "index_reduce_", "index_copy", "index_copy_", "scatter", "scatter_", "embedding_bag", "_embedding_bag", "ctc_loss",
-    "_ctc_loss", "_cudnn_ctc_loss", "nll_loss2d_forward", "max_unpool2d", "max_unpool3d",
+    "_ctc_loss", "_cudnn_ctc_loss", "nll_loss2d_forward", "max_unpool2d", "max_unpool3d", "cudnn_convolution_transpose",
 }  # fmt: skip
 _CUDNN_CHOOSES = {
     "convolution", "_convolution", "convolution_overrideable", "cudnn_convolution", "cudnn_convolution_transpose",
@@ -56,9 +58,9 @@ class OpFacts:
 
     `statistics`: positions of running statistics, written where the argument at `training` says so (None: always).
 
-    `cudnn_chooses`: on CUDA the algorithm, and with it the last bits, is the one that cuDNN finds fastest where
-    `torch.backends.cudnn.benchmark` is on, anew in each thread; else it is given by the call, unless there is no memory
-    for what that algorithm works with: then another is taken, in silence (PyTorch's `Conv_v8.cpp`).
+    `cudnn_chooses`: on CUDA cuDNN chooses the algorithm, and with it the last bits (`cudnn.py`). `transposed`: the
+    position of the argument that says whether a convolution is; it runs as the gradient of another one there, which may
+    add up in any order.
     """
 
     name: str
@@ -69,16 +71,20 @@ class OpFacts:
     mutates: tuple[int | str, ...]
     statistics: tuple[int, ...]
     training: int | None
+    transposed: int | None
     view: bool  # its results share an input's storage and nothing is written
     idle: bool  # a view, or it gives no tensor at all (a number, a mark for the profiler) and writes none
     writes: bool
 
-    def replays_on(self, kind: str, refused: bool) -> bool:
-        """Whether a call on a device of that `kind` gives the same bits again, as PyTorch is set now. `refused`: the
-        allocator had nothing to give while it ran."""
+    def replays_on(self, kind: str, args: Sequence[Any]) -> bool:
+        """Whether this call on a device of that `kind` gives the same bits again, as PyTorch is set now."""
         if kind != "cuda":
             return self.replayable
-        return self.replayable_on_cuda and not (self.cudnn_chooses and (refused or cudnn_searches()))
+        if self.cudnn_chooses and (cudnn.fell_back() or cudnn.searches()):
+            return False
+        if self.transposed is not None and args[self.transposed] and not _in_order():
+            return False
+        return self.replayable_on_cuda
 
     def refusals(self, device: Device) -> int:
         """How often the allocator has had nothing to give, if that may have the op take another algorithm; else 0."""
@@ -91,9 +97,9 @@ class OpFacts:
         return tuple([position for position in self.statistics if args[position] is not None])
 
 
-def cudnn_searches() -> bool:
-    """Whether cuDNN takes the algorithm that it finds fastest."""
-    return torch._C._get_cudnn_benchmark()
+def _in_order() -> bool:
+    """Whether cuDNN is told to add up in one order."""
+    return torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
 
 
 def facts_of(func: OpOverload) -> OpFacts:
@@ -143,6 +149,7 @@ def _facts(func: OpOverload) -> OpFacts:
         mutates=tuple(mutates),
         statistics=statistics,
         training=names.index("training") if statistics and "training" in names else None,
+        transposed=names.index("transposed") if "transposed" in names else None,
         view=view,
         idle=view or not (mutates or statistics or any("Tensor" in str(result.type) for result in schema.returns)),
         writes=bool(mutates or statistics),

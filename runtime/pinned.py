@@ -7,10 +7,11 @@ from the card's NUMA node when the allocating thread runs there at the first tou
 moment.
 """
 
+import ctypes
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -22,7 +23,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, so for ever
 
 
 def slab_source(numa_node: int | None) -> SlabSource:
-    """The best way that works, with pages from that node."""
+    """The best way that works, with pages from that node, by the card that is current when it is asked for a slab."""
     cpus = frozenset[int]() if numa_node is None else node_cpus(numa_node)
 
     def source(nbytes: int) -> Slab:
@@ -59,17 +60,25 @@ def _registered_slab(nbytes: int) -> Slab:
     """Memory of our own, touched here and then registered: exact to the page."""
     buffer = AlignedBuffer(nbytes)
     memory = torch.frombuffer(buffer.view, dtype=torch.uint8)
-    memory.zero_()
-    runtime = torch.cuda.cudart()
+    ctypes.memset(buffer.address, 0, nbytes)  # by this thread: an op of PyTorch's is shared out to others
+    runtime, card = torch.cuda.cudart(), torch.cuda.current_device()
     status = int(runtime.cudaHostRegister(buffer.address, nbytes, _PORTABLE))
     if status:
+        _forget_error()
         raise RuntimeError(f"cudaHostRegister says error {status}")
 
     def release() -> None:
-        torch.cuda.synchronize()  # no transfer may be using the pages
+        torch.cuda.synchronize(card)  # no transfer may be using the pages
         runtime.cudaHostUnregister(buffer.address)
 
     return Slab(memory, release)
+
+
+def _forget_error() -> None:
+    """CUDA remembers a call that failed until somebody asks, and PyTorch asks after each launch of a kernel: the next
+    op of the program would be told of this one."""
+    with suppress(RuntimeError):
+        torch.cuda._sleep(0)
 
 
 def _cupy_slab(nbytes: int) -> Slab:

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 
 from delta.errors import RecomputeMismatchError
 from delta.runtime import batch_norm
+from delta.runtime.generators import run_seeded
 from delta.runtime.opfacts import OpFacts
 from delta.runtime.settings import Settings, current, under
 from delta.runtime.view import View
@@ -188,20 +189,6 @@ def _statistics(recipe: Recipe, left: Mapping[int, torch.UntypedStorage]) -> lis
     if any(product.record not in left for product in needed):
         return None
     return [product.view.over(left[product.record]) for product in needed]
-
-
-def run_seeded(
-    func: OpOverload, generator: torch.Generator | None, state: Tensor | None, args: list[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Run a call that draws from the generator in that state; the generator is left as it is now."""
-    if generator is None or state is None:
-        return func(*args, **kwargs)
-    now = generator.get_state()
-    generator.set_state(state)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        generator.set_state(now)
 
 
 def _check(recipe: Recipe, product: Product, result: list[Tensor], inputs: list[Tensor]) -> torch.UntypedStorage:

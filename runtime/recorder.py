@@ -19,10 +19,11 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.routine import Way
-from delta.runtime import batch_norm
+from delta.runtime import batch_norm, cudnn
 from delta.runtime.compiled import never_compiled
+from delta.runtime.generators import drawn_from, set_back
 from delta.runtime.note import Note
-from delta.runtime.opfacts import KNOWN, OpFacts, cudnn_searches, facts_of
+from delta.runtime.opfacts import KNOWN, OpFacts, facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
 from delta.runtime.view import View, is_plain
 from delta.types import Kind, OpInfo
@@ -62,12 +63,17 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         core = self._core
-        if (core.owner and core.inside()) or not isinstance(func, OpOverload):
+        if core.owner and core.inside():
+            return func(*args, **kwargs)
+        if not isinstance(func, OpOverload):  # what it runs is not heard of
+            core.device.enforce(False)
             return func(*args, **kwargs)
         known = KNOWN.get(id(func))  # as `facts_of`, without a call
         facts = known[1] if known is not None else facts_of(func)
         if facts.idle:
             return func(*args, **kwargs)
+        if facts.cudnn_chooses:
+            core.device.enforce(False)  # until the next save: what it is refused it does not say
         learner = core.engine.learner
         if torch._C._current_graph_task_id() != -1:
             watched, keep_track = facts.writes and core.has_recipes, False
@@ -88,10 +94,14 @@ class Recorder(TorchDispatchMode):
             watched = keep_track or (facts.writes and core.has_recipes)
         if watched and (keep_track or self._minds(facts, args, kwargs)):
             return self._watch(func, facts, args, kwargs, keep_track)
+        generator = state = None
+        if facts.seeded:
+            generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
         try:  # nobody will ask for what it makes
             return func(*args, **kwargs)
         except torch.OutOfMemoryError:
             core.rescue()
+        set_back(generator, state)
         return func(*args, **kwargs)
 
     def _minds(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -112,8 +122,9 @@ class Recorder(TorchDispatchMode):
         written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
         with core.entered():
             preserved = core.writes.begin(written)
+            generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
             began_ns = time.perf_counter_ns()
-            result = core.rescued(func, args, kwargs)
+            result = core.rescued(func, args, kwargs, generator, state)
             core.own_time(time.perf_counter_ns() - began_ns)
             core.writes.settle(core.writes.end(written, preserved))
             if keep_track:
@@ -130,10 +141,10 @@ class Recorder(TorchDispatchMode):
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
             preserved = core.writes.begin(written) if written else set()
-            generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
+            generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
             refusals = facts.refusals(core.device)
             began_ns, mark = time.perf_counter_ns(), core.clock.start() if known_ns is None else None
-            result = core.rescued(func, args, kwargs)
+            result = core.rescued(func, args, kwargs, generator, state)
             token = core.clock.stop(mark) if known_ns is None else None
             core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)
@@ -141,7 +152,7 @@ class Recorder(TorchDispatchMode):
             products = self._products(results, call.tensors, new_versions)
             if products:
                 recipe = None
-                if inputs is not None and self._replayable(facts, results, generator, refusals):
+                if inputs is not None and self._replayable(facts, args, results, generator, refusals):
                     again_ns = self._again_ns(func, args, results, products)
                     recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state, again_ns)
                 cost_ns = core.took_ns(recipe, token) if known_ns is None else known_ns
@@ -166,16 +177,17 @@ class Recorder(TorchDispatchMode):
             if overwrites is None:
                 return self._record(func, facts, args, kwargs)
         cost_ns = routine.cost_ns or 0
-        generator, state = _generator(facts, call.tensors, args, kwargs, core.device.torch_device)
+        generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
         refusals = facts.refusals(core.device)
         try:
             with core.lock if overwrites is not None else nullcontext():  # what it writes into stays noted meanwhile
                 result = func(*args, **kwargs)
         except torch.OutOfMemoryError:
             core.rescue()
+            set_back(generator, state)
             return self._record(func, facts, args, kwargs)
         results = results_of(result)
-        if not core.noted.on or not self._replayable(facts, results, generator, refusals):
+        if not core.noted.on or not self._replayable(facts, args, results, generator, refusals):
             return result
         core.device.computes()
         if core.gauge.closely:
@@ -244,12 +256,19 @@ class Recorder(TorchDispatchMode):
         return tuple(products)
 
     def _replayable(
-        self, facts: OpFacts, results: Sequence[Tensor], generator: torch.Generator | None, refusals: int
+        self,
+        facts: OpFacts,
+        args: Sequence[Any],
+        results: Sequence[Tensor],
+        generator: torch.Generator | None,
+        refusals: int,
     ) -> bool:
         """Whether a replay of the call that has just ended gives the same bits. `refusals` are those before it."""
         device = self._core.device
-        may = facts.replays_on(device.kind, refused=facts.refusals(device) != refusals)
-        if not may and facts.cudnn_chooses and cudnn_searches():
+        if facts.refusals(device) != refusals:
+            cudnn.note_fall_back()
+        may = facts.replays_on(device.kind, args)
+        if not may and facts.cudnn_chooses and cudnn.searches():
             self._core.engine.totals.warn("cudnn.benchmark", _SEARCHED)
         return may and (not facts.seeded or generator is not None) and all(map(is_plain, results))
 
@@ -275,23 +294,3 @@ def without_statistics(args: Sequence[Any], statistics: Sequence[int]) -> Sequen
         tensor = args[position]
         replaced[position] = Scratch(tuple(tensor.size()), tensor.dtype, tensor.device)
     return replaced
-
-
-def _generator(
-    facts: OpFacts, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
-) -> tuple[torch.Generator | None, Tensor | None]:
-    """The generator a seeded op draws from and its state before the draw."""
-    if not facts.seeded:
-        return None, None
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-    on = tensors[0].device if tensors else device
-    generator = given[0] if given else default_generator(on)
-    return generator, generator.get_state()
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
-    return torch.default_generator

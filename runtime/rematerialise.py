@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from delta.runtime.cudnn import by_first_choice
 from delta.runtime.modes import only_lowest
 from delta.runtime.recompute import Recipe, replay
 from delta.types import OpInfo
@@ -81,15 +83,8 @@ class Rematerialiser:
         """What the replay makes, by the algorithm of the first time. OutOfMemoryError where there is no memory for
         that."""
         left = self._left(op, wanted) if recipe.again_ns is not None else {}
-        device, facts = self._core.device, recipe.facts
-        refusals = facts.refusals(device)
-        storages = replay(recipe, there.__getitem__, stolen, left)
-        if facts.refusals(device) != refusals:
-            raise torch.OutOfMemoryError(
-                f"replaying {facts.name} found no memory for the algorithm it ran with, and another gives other "
-                "bits. Leave more free for workspaces (budget.reserve in the policy), or give a smaller batch."
-            )
-        return storages
+        again = partial(replay, recipe, there.__getitem__, stolen, left)
+        return by_first_choice(recipe.facts, self._core.device, again)
 
     def _left(self, op: OpInfo, wanted: Sequence[int]) -> dict[int, torch.UntypedStorage]:
         """What the op made the first time and is still on the device."""

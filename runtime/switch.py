@@ -31,6 +31,7 @@ class Switch:
         self._recorder, self._core, self._tracer = recorder, core, tracer
         self._depth = core.modes_below = torch._C._len_torch_dispatch_stack()
         self._compiled_calls = compiled_calls()
+        self._compiled_seen = False
         self._on: list[TorchDispatchMode] = []  # the last one on top
         self._held_off = False
         self._in_backward_unseen = False
@@ -43,7 +44,14 @@ class Switch:
         if not self._on or not as_planned:  # else it is as it was at the first save
             self._follow(self._wanted())
         if torch._C._current_graph_task_id() == -1:
-            self._core.device.enforce(self._recorder in self._on)
+            self._core.device.enforce(self._recorder in self._on and not self._compiles())
+
+    def _compiles(self) -> bool:
+        """Whether compiled code has been seen to run: nobody hears of what that finds no memory for. Looked for only
+        where a budget is to be enforced."""
+        if self._core.gauge.on and not self._compiled_seen:
+            self._compiled_seen = compiled_calls() != self._compiled_calls
+        return self._compiled_seen
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,

@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.errors import TraceError
+from delta.runtime import cudnn
 from delta.runtime.hooks import Hooks, Passed
 from delta.runtime.opfacts import OpFacts, facts_of
 from delta.runtime.own_time import OwnTime
@@ -113,7 +114,7 @@ class Tracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         token = self._core.clock.stop(mark)
         results = results_of(result)
-        replayable = available and self._replayable(facts, results, refusals)
+        replayable = available and self._replayable(facts, args, results, refusals)
         again_ns = self._core.trials.again_ns(func, args, results) if replayable else None
         step.ran(facts.name, inputs, written, results, replayable, token, again_ns or 0)
         return result
@@ -131,11 +132,13 @@ class Tracer(TorchDispatchMode):
             self._end(step)
         return True
 
-    def _replayable(self, facts: OpFacts, results: Sequence[Tensor], refusals: int) -> bool:
+    def _replayable(self, facts: OpFacts, args: Sequence[Any], results: Sequence[Tensor], refusals: int) -> bool:
         """Whether Delta's recorder makes a recipe for the op: in forward, and where gradients are on. `refusals` are
         those before it."""
         device = self._core.device
-        may = facts.replays_on(device.kind, refused=facts.refusals(device) != refusals)
+        if facts.refusals(device) != refusals:
+            cudnn.note_fall_back()
+        may = facts.replays_on(device.kind, args)
         recorded = torch.is_grad_enabled() and not _in_backward()
         return may and recorded and all(is_plain(tensor) for tensor in results)
 

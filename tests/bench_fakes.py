@@ -107,8 +107,8 @@ def row(way: str, **figures: Any) -> Row:
 
 
 def result_of(device: str, model: str, *rows: Row) -> BenchResult:
-    """A result of one model; its options are those of a CPU, with another device."""
-    options = replace(TINY, models=(model,), device=device)
+    """A result of one model; its options are those of a CPU, with another device, and not quick."""
+    options = replace(TINY, models=(model,), device=device, quick=False)
     return BenchResult(
         options=options, machine=FACTS, command="c", models=(ModelResult(model=model, sizes={"batch": 2}, rows=rows),)
     )

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta.runtime.device.accelerator import Event, MemoryUse, Stream
-from delta.runtime.device.base import MemoryBlock
+from delta.runtime.device.base import MemoryBlock, R
 from delta.runtime.host import Slab, SlabSource
 
 Work = Callable[[], bool]  # does its thing and says True; False: not yet
@@ -105,7 +105,7 @@ class SimulatedCard:
     seed: int = 0
     torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     ran: list[str] = field(default_factory=list)
-    fraction: float = 1.0
+    limited_to: float = 1.0
     expands: bool = False
     emptied: int = 0
     spun_ns: int = 0
@@ -220,7 +220,10 @@ class SimulatedCard:
         self.emptied += 1
 
     def limit(self, fraction: float) -> None:
-        self.fraction = fraction
+        self.limited_to = fraction
+
+    def fraction(self) -> float:
+        return self.limited_to
 
     def expand_segments(self, on: bool) -> None:
         self.expands = on
@@ -231,6 +234,9 @@ class SimulatedCard:
             return Slab(torch.zeros(nbytes, dtype=torch.uint8), self._slab_released)
 
         return source
+
+    def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
+        return run
 
     def _slab_released(self) -> None:
         self.slabs -= 1

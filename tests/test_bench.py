@@ -23,7 +23,7 @@ from delta.runtime.bench import options as choosing
 from delta.runtime.bench.measure import level_with_rivals, measure
 from delta.runtime.bench.options import CPU_WAYS, BenchOptions, Way, default_models, left_out
 from delta.runtime.bench.pages import read_bench
-from delta.runtime.bench.result import BenchResult, Row
+from delta.runtime.bench.result import BenchResult, ModelResult, Row
 from delta.runtime.demo_worker import Spec, serve
 from delta.runtime.facts import machine_facts
 from delta.runtime.pages import to_json
@@ -194,11 +194,10 @@ def test_figures_of_a_way(measured: BenchResult) -> None:
 
 
 def test_a_way_that_cannot_be_or_fails_is_missing_with_the_reason(measured: BenchResult) -> None:
+    assert measured.models[0].failed == {"sac": "no blocks", "save_on_cpu": "killed\nin pieces"}
     missing = dict(measured.models[0].missing)
     assert missing.pop("offloader") == "not available on cpu: it needs streams"
     assert missing == {
-        "sac": "failed: no blocks",
-        "save_on_cpu": "failed: killed\nin pieces",
         "compile 100%": "not available on cpu: compared on CUDA only",
         "compile 40%": "not available on cpu: compared on CUDA only",
     }
@@ -212,6 +211,26 @@ def test_plain_must_not_fail(fake_processes: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(side_by_side, "WorkerProcess", Failing)
     with pytest.raises(DeltaError, match="plain is out of order"):
         measure(TINY, "byte-gpt")
+
+
+def test_what_is_known_so_far_is_told_after_each_way(fake_processes: None) -> None:
+    seen: list[ModelResult] = []
+    last = measure(TINY, "byte-gpt", so_far=seen.append)
+    assert [(len(result.rows), len(result.failed)) for result in seen] == [(2, 0), (2, 1), (2, 2), (3, 2), (4, 2)]
+    assert replace(seen[-1], rows=last.rows) == last
+
+
+@pytest.mark.parametrize("name", ["record", "floors"])
+def test_floors_that_nobody_can_tell_cost_no_figure(
+    fake_processes: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def failing(*_: object) -> None:
+        raise DeltaError("no trace")
+
+    monkeypatch.setattr(measuring, name, failing)
+    found = measure(TINY, "byte-gpt")
+    assert len(found.rows) == 4 and {row.floor_ratio for row in found.rows} == {None}
+    assert found.failed["floors"] == "no trace"
 
 
 def test_one_bit_is_a_difference(fake_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +264,32 @@ def test_a_result_survives_json(measured: BenchResult) -> None:
     for wrong in ({"models": []}, {"options": {"models": ["unet"]}, "machine": {}, "command": "", "models": [{}]}, []):
         with pytest.raises(DeltaError, match="not a result of the benchmark"):
             BenchResult.from_dict(wrong)
+
+
+def with_models(result: BenchResult, *names: str, **changes: Any) -> BenchResult:
+    """A result of these models, with the figures of its first."""
+    models = tuple(replace(result.models[0], model=name) for name in names)
+    return replace(result, models=models, options=replace(result.options, models=names, **changes))
+
+
+def test_results_of_several_runs_are_one(measured: BenchResult) -> None:
+    first = replace(with_models(measured, "byte-gpt", "unet"), command="a")
+    later = with_row(with_models(measured, "unet", "gpt"), "delta 40%", time_ratio=3.0)
+    later = replace(later, command="b", machine={**measured.machine, "day": "later"})
+    joined = BenchResult.joined([first, later])
+    assert [model.model for model in joined.models] == ["byte-gpt", "unet", "gpt"]
+    assert joined.options.models == ("byte-gpt", "unet", "gpt") and joined.command == "a; b"
+    assert joined.model("unet") == later.model("unet") and joined.model("byte-gpt") == first.model("byte-gpt")
+    assert BenchResult.joined([first]) == first
+
+
+def test_results_of_different_runs_are_not(measured: BenchResult) -> None:
+    for other, says in (
+        (replace(measured, machine={**measured.machine, "commit": "abd"}), "commit is 'abc' and 'abd'"),
+        (with_models(measured, "unet", steps=3), "steps is 2 and 3"),
+    ):
+        with pytest.raises(DeltaError, match=f"results of different runs cannot be one: {says}"):
+            BenchResult.joined([measured, other])
 
 
 def test_a_saved_result_that_is_none(tmp_path: Path) -> None:
@@ -313,12 +358,23 @@ def test_a_way_that_draws_random_numbers_of_its_own_drops_out_the_same(monkeypat
     assert [step["gradients"] for step in drawn] == [step["gradients"] for step in plain]
 
 
-def test_memory_that_runs_out_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("no more")
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        (torch.OutOfMemoryError("no more"), {"out_of_memory": "no more"}),
+        (RuntimeError("CUDNN_STATUS_ALLOC_FAILED"), {"out_of_memory": "CUDNN_STATUS_ALLOC_FAILED"}),
+        (RuntimeError("CUDA error: illegal address"), {"error": "RuntimeError: CUDA error: illegal address"}),
+        (DeltaError("no blocks"), {"error": "no blocks"}),
+    ],
+)
+def test_memory_that_runs_out_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, answer: Mapping[str, str]
+) -> None:
+    def failing(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr("delta.runtime.zoo.make", full)
-    assert converse(spec()) == [{"out_of_memory": "no more"}]
+    monkeypatch.setattr("delta.runtime.zoo.make", failing)
+    assert converse(spec()) == [answer]
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -339,6 +395,30 @@ def test_the_command_measures_saves_and_shows_again(command: Any, fake_processes
     assert [model["model"] for model in values["models"]] == ["byte-gpt", "unet"]
     again = command("--result", str(saved))
     assert again.stdout.splitlines() == first.stdout.splitlines()[:-1]
+    twice = command("--result", str(saved), "--result", str(saved))
+    assert twice.stdout == again.stdout
+
+
+def test_a_run_that_is_ended_leaves_what_it_had(
+    command: Any, fake_processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Ended(FakeWorker):
+        def wait_ready(self) -> None:
+            super().wait_ready()
+            if self.told.model == "unet" and self.told.mode == "delta":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_by_side, "WorkerProcess", Ended)
+    command("--quick", "--models", "byte-gpt,unet", "--budgets", "100%,40%", "--save", str(tmp_path / "b.json"))
+    found = read_bench(tmp_path / "b.json")
+    assert [(model.model, len(model.rows)) for model in found.models] == [("byte-gpt", 4), ("unet", 2)]
+
+
+def test_times_that_mean_nothing_are_no_page(command: Any, measured: BenchResult, tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(to_json(measured.as_dict()))
+    for arguments in (("--quick", "--write-docs"), ("--result", str(tmp_path / "b.json"), "--write-docs")):
+        done = command(*arguments)
+        assert isinstance(done.exception, DeltaError) and "measure without --quick" in str(done.exception)
 
 
 def test_the_command_goes_on_after_a_model_that_fails(
@@ -348,10 +428,10 @@ def test_the_command_goes_on_after_a_model_that_fails(
 ) -> None:
     honest = command_line.measure
 
-    def failing(options: BenchOptions, model: str, timeline: Path | None) -> Any:
+    def failing(options: BenchOptions, model: str, **others: Any) -> Any:
         if model == "unet":
             raise DeltaError("too large")
-        return honest(options, model, timeline)
+        return honest(options, model, **others)
 
     monkeypatch.setattr(command_line, "measure", failing)
     done = command("--quick", "--models", "unet,byte-gpt", "--budgets", "100%,40%")

@@ -13,6 +13,7 @@ from delta.errors import HostFullError, SwapError
 from delta.runtime.device import make_device
 from delta.runtime.device.base import Ticket
 from delta.runtime.device.cuda import CudaDevice
+from delta.runtime.host import Slab
 from delta.runtime.monitor import maps_memory
 from delta.runtime.rawmem import as_bytes
 from delta.units import Bytes
@@ -274,18 +275,18 @@ def test_a_cap_limits_the_allocator_and_ends_with_the_device(card: SimulatedCard
     """It may reserve a twentieth more than the budget, which its segments are not filled with."""
     device = CudaDevice(card, HostConfig())
     device.enforce(True)
-    assert card.fraction == 1.0, "no budget"
+    assert card.limited_to == 1.0, "no budget"
     for budget_bytes, fraction in [(2**28, 0.2625), (2**40, 1.0)]:
         device.cap(budget_bytes)
-        assert card.fraction == 1.0
+        assert card.limited_to == 1.0
         device.enforce(True)
-        assert card.fraction == pytest.approx(fraction)
+        assert card.limited_to == pytest.approx(fraction)
         device.enforce(False)
-        assert card.fraction == 1.0
+        assert card.limited_to == 1.0
     device.cap(2**29)
     device.enforce(True)
     device.close()
-    assert card.fraction == 1.0
+    assert card.limited_to == 1.0
 
 
 def test_segments_are_expandable_for_as_long_as_there_is_a_budget(card: SimulatedCard) -> None:
@@ -312,6 +313,43 @@ def test_where_nothing_is_refused_what_is_merely_reserved_goes_back(card: Simula
         assert device.in_use() == (100 * MIB, 100 * MIB)
         emptied.append(card.emptied)
     assert emptied == [0, 0, 0, 1]
+    device.close()
+
+
+def test_what_cannot_be_given_back_is_not_tried_again_at_each_look(card: SimulatedCard) -> None:
+    """Segments of it are in use. Once more of them is not, it is worth a try."""
+    device = CudaDevice(card, HostConfig())
+    device.cap(200 * MIB)
+    emptied = []
+    for used_bytes, reserved_bytes in [(100, 300), (100, 300), (90, 300), (79, 300), (150, 300), (130, 300), (60, 200)]:
+        card.use, card.emptied = (used_bytes * MIB, 300 * MIB, 400 * MIB, reserved_bytes * MIB), 0
+        device.in_use()
+        emptied.append(card.emptied)
+    assert emptied == [1, 0, 0, 1, 0, 1, 0]
+    device.close()
+
+
+def test_what_the_program_may_reserve_at_most_stays_its_own_affair(card: SimulatedCard) -> None:
+    card.limit(0.5)
+    device = CudaDevice(card, HostConfig())
+    for budget_bytes, fraction in [(2**28, 0.2625), (2**40, 0.5)]:
+        device.cap(budget_bytes)
+        device.enforce(True)
+        assert card.limited_to == pytest.approx(fraction)
+        device.enforce(False)
+        assert card.limited_to == 0.5
+    device.close()
+    assert card.limited_to == 0.5
+
+
+def test_a_card_that_nothing_can_be_pinned_for_is_an_error_of_delta_s(card: SimulatedCard) -> None:
+    def refused(nbytes: int) -> Slab:
+        raise RuntimeError("cudaHostRegister says error 801")
+
+    card.slab_source = lambda: refused  # type: ignore[method-assign]
+    device = CudaDevice(card, HostConfig())
+    with pytest.raises(SwapError, match=r"no host memory can be pinned for .*: cudaHostRegister says error 801"):
+        device.bandwidth()
     device.close()
 
 

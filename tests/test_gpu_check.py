@@ -39,7 +39,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     bare.chmod(0o755)
     done = gpu_check(tmp_path, "results", python=str(bare))
     assert done.returncode == 4
-    assert f"{bare} has no torch psutil pynvml yaml pydantic typer" in done.stderr
+    assert f"{bare} has no torch psutil pynvml yaml pydantic pydantic_core typer" in done.stderr
 
 
 @pytest.mark.slow

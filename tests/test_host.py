@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,23 @@ def test_where_nothing_can_be_registered_cupy_pins_if_it_is_there(
         return
     with pytest.raises(RuntimeError, match="801"):
         pinned.slab_source(None)(4096)
+
+
+def test_cuda_forgets_that_nothing_could_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next launch of a kernel says so, and the program's op fails."""
+    asked: list[str] = []
+
+    def asks(cycles: int) -> None:
+        asked.append("launch")
+        raise RuntimeError("CUDA error: operation not supported")
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: asked.append("register") or 801)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "_sleep", asks, raising=False)
+    with pytest.raises(RuntimeError, match="error 801"):
+        pinned._registered_slab(4096)
+    assert asked == ["register", "launch"]
 
 
 @pytest.mark.cuda

@@ -1,14 +1,16 @@
 """Where the device has no memory for what Delta brings back: all that can go goes, and it is tried once more. Only then
 the error is the user's, and nothing is lost."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from models import CASES, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
-from delta.runtime import rematerialise
+from delta.runtime import cudnn, rematerialise
 from delta.runtime.codecs import _Bitmap
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.recompute import replay
@@ -111,6 +113,66 @@ def test_only_where_somebody_makes_room_is_memory_refused(monkeypatch, share, re
     assert not enforced[0]
 
 
+@pytest.mark.parametrize("backward", [True, False])
+def test_code_that_was_compiled_is_refused_nothing(monkeypatch, backward):
+    """Its kernels ask for memory below the recorder, so nobody would make room and ask again."""
+    compiled, enforced = [0], list[bool]()
+    monkeypatch.setattr("delta.runtime.switch.compiled_calls", lambda: compiled[0])
+    monkeypatch.setattr(CpuDevice, "enforce", lambda self, on: enforced.append(on))
+    x = torch.linspace(-1, 1, 600).requires_grad_()
+    with delta.evict(budget="90%", policy=policy("recompute"), device="cpu"):
+        loss = x.sin().exp()
+        assert enforced[-1]
+        compiled[0] = 1
+        loss = loss.sin()
+        assert not enforced[-1]
+        compiled[0] = 0
+        loss = loss.exp()
+        assert not enforced[-1], "it may be called again at any time"
+        if backward:
+            loss.sum().backward()
+
+
+class DrawsInVain(TorchDispatchMode):
+    """Ops of forward that draw find no memory for what they have drawn, every so often."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every, self.draws, self.failures = every, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and torch._C._current_graph_task_id() == -1:
+            self.draws += 1
+            if self.draws % self.every == 0:
+                self.failures += 1
+                raise torch.OutOfMemoryError("no memory")
+        return result
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("share", ["0%", "60%"])
+def test_an_op_that_draws_and_finds_no_memory_draws_the_same_again(share, every):
+    """While steps are recorded, noted and passed, with gradients and without."""
+
+    def steps() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        found, x = list[torch.Tensor](), torch.linspace(-1, 1, 600).requires_grad_()
+        for _ in range(6):
+            with torch.no_grad():
+                noise = torch.nn.functional.dropout(torch.ones(600))
+            loss = torch.nn.functional.dropout(torch.nn.functional.dropout(x.sin()).exp() * noise).sin().sum()
+            loss.backward()
+            found += [loss.detach(), x.grad.clone(), torch.rand(1)]
+        return found
+
+    plain = steps()
+    with DrawsInVain(every) as memory, delta.evict(activations=share, policy=policy("recompute"), device="cpu") as run:
+        evicted = steps()
+    assert all(map(torch.equal, plain, evicted))
+    assert memory.failures > 6 and run.report().oom_rescues == memory.failures
+
+
 def pins(run: delta.evict) -> int:
     assert run._core is not None
     return sum(rec.pins for rec in run._core.engine.ledger.records.values())
@@ -169,11 +231,15 @@ def test_what_is_left_of_an_op_is_looked_at_again_after_making_room(monkeypatch)
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_convolution_whose_replay_finds_no_memory_to_work_with_is_replayed_again(monkeypatch, times):
-    """cuDNN takes another algorithm then, and says nothing; the allocator counts it."""
-    refusals, replays = [0], list[str]()
+    """cuDNN takes another algorithm then, and says nothing; the allocator counts it. It would do so again in the same
+    thread, where it has that one in mind now."""
+    refusals, replays, threads = [0], list[str](), list[int]()
+    monkeypatch.setattr(cudnn, "_fell_back", threading.Event())
 
     def counted(recipe, *args):
         replays.append(recipe.facts.name)
+        if recipe.facts.name == "aten.convolution":
+            threads.append(threading.get_ident())
         refusals[0] += recipe.facts.name == "aten.convolution" and replays.count("aten.convolution") <= times
         return replay(recipe, *args)
 
@@ -189,3 +255,4 @@ def test_a_convolution_whose_replay_finds_no_memory_to_work_with_is_replayed_aga
             with pytest.raises(torch.OutOfMemoryError, match=r"aten.convolution found no memory for the algorithm"):
                 loss.backward()
     assert run.report().oom_rescues == 1
+    assert len(set(threads)) == len(threads) == 2 and threads[0] == threading.get_ident()

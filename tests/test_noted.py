@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -347,13 +347,13 @@ def test_what_a_noted_call_makes_and_the_plan_keeps_is_not_made_again(monkeypatc
         return found
 
     torch.manual_seed(1)
-    net, replayed, run_once = Pooled(), [], MadeAgain._run
+    net, replayed, run_once = Pooled(), [], MadeAgain.run_again
     loss(net).backward()
     expected = gradients(net)
 
-    def noted(again: MadeAgain, note: Note) -> Any:
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor]) -> Any:
         replayed.append(note.facts.name)
-        return run_once(again, note)
+        return run_once(again, note, tensors)
 
     def action(op: OpInfo | None) -> Action:
         return RECOMPUTE if op is not None and op.name in ("aten.max_pool2d_with_indices", "aten.mul") else KEEP
@@ -364,7 +364,7 @@ def test_what_a_noted_call_makes_and_the_plan_keeps_is_not_made_again(monkeypatc
 
     with planned(lambda: loss(net), action, but=values) as core:
         net.zero_grad()
-        monkeypatch.setattr(MadeAgain, "_run", noted)
+        monkeypatch.setattr(MadeAgain, "run_again", noted)
         loss(net).backward()
         nothing_left(core)
     assert_same(gradients(net), expected)
@@ -521,17 +521,17 @@ def test_what_draws_random_numbers_and_what_takes_statistics(monkeypatch: pytest
     for _ in range(11):
         loss(same).backward()
         expected = state(same)
-    by_statistics, run_once, output = [], MadeAgain._run, batch_norm.output
+    by_statistics, run_once, output = [], MadeAgain.run_again, batch_norm.output
     replayed: list[str] = []
 
-    def noted(again: MadeAgain, note: Note) -> Any:
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor]) -> Any:
         replayed.append(note.facts.name)
-        return run_once(again, note)
+        return run_once(again, note, tensors)
 
     dropped = ("aten.add", "aten.rand_like")
     with planned(lambda: loss(net), lambda op: RECOMPUTE if op is not None and op.name in dropped else KEEP) as core:
         net.zero_grad()
-        monkeypatch.setattr(MadeAgain, "_run", noted)
+        monkeypatch.setattr(MadeAgain, "run_again", noted)
         monkeypatch.setattr(batch_norm, "output", lambda *args: by_statistics.append(1) or output(*args))
         loss(net).backward()
         last = state(net)
@@ -611,11 +611,11 @@ def test_each_of_a_walk_is_replayed_under_the_settings_of_its_own_call(monkeypat
     net, same, replayed, walks = Apart(), Apart(), [], []
     same.load_state_dict(net.state_dict())
     loss_of(same).backward()
-    run_once, replay_all = MadeAgain._run, MadeAgain._replay_all
+    run_once, replay_all = MadeAgain.run_again, MadeAgain._replay_all
 
-    def noted(again: MadeAgain, note: Note) -> Any:
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor]) -> Any:
         replayed.append((note.facts.name, torch._C._get_mkldnn_enabled(), torch._C._len_torch_dispatch_stack()))
-        return run_once(again, note)
+        return run_once(again, note, tensors)
 
     def walked(again: MadeAgain, walk: list[Note], *args: Any) -> bool:
         walks.append([note.facts.name for note in walk])
@@ -624,7 +624,7 @@ def test_each_of_a_walk_is_replayed_under_the_settings_of_its_own_call(monkeypat
     dropped = {"aten.add": True, "aten.sin": False, "aten.cos": True}
     with planned(lambda: loss_of(net), lambda op: RECOMPUTE if op is not None and op.name in dropped else KEEP) as core:
         net.zero_grad()
-        monkeypatch.setattr(MadeAgain, "_run", noted)
+        monkeypatch.setattr(MadeAgain, "run_again", noted)
         monkeypatch.setattr(MadeAgain, "_replay_all", walked)
         loss_of(net).backward()
         nothing_left(core)
@@ -974,13 +974,13 @@ def every_second_goes(op: OpInfo | None) -> Action:
 
 def test_what_nobody_saved_is_overwritten_in_a_replay_too(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, net = plain_in_place(), in_place()
-    run_once, note_peak = MadeAgain._run, Ledger.note_peak
+    run_once, note_peak = MadeAgain.run_again, Ledger.note_peak
     replayed: list[str] = []
     passing: list[int] = []
 
-    def noted(again: MadeAgain, note: Note) -> Any:
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor]) -> Any:
         replayed.append(note.facts.name)
-        return run_once(again, note)
+        return run_once(again, note, tensors)
 
     def peak(ledger: Ledger, passing_bytes: int = 0) -> None:
         passing.append(passing_bytes)
@@ -988,7 +988,7 @@ def test_what_nobody_saved_is_overwritten_in_a_replay_too(monkeypatch: pytest.Mo
 
     with planned(lambda: loss_of(net), every_second_goes) as core:
         net.zero_grad()
-        monkeypatch.setattr(MadeAgain, "_run", noted)
+        monkeypatch.setattr(MadeAgain, "run_again", noted)
         monkeypatch.setattr(Ledger, "note_peak", peak)
         loss = loss_of(net)
         assert not core.engine.ledger.ops

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from delta.runtime import cudnn
 from delta.runtime.opfacts import facts_of
 
 aten = torch.ops.aten
@@ -18,21 +19,35 @@ def test_whose_algorithm_cudnn_chooses(func, chooses):
     assert facts_of(func).cudnn_chooses is chooses
 
 
+CONVOLVED = (None, None, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+TRANSPOSED = (*CONVOLVED[:6], True, *CONVOLVED[7:])
+
+
 @pytest.mark.parametrize(
-    ("func", "kind", "refused", "searches", "replays"),
+    ("func", "args", "kind", "fell_back", "searches", "replays"),
     [
-        (aten.convolution.default, "cpu", True, True, True),
-        (aten.convolution.default, "cuda", False, False, True),
-        (aten.convolution.default, "cuda", True, False, False),
-        (aten.convolution.default, "cuda", False, True, False),
-        (aten.mm.default, "cuda", True, True, True),
-        (aten.scatter_add.default, "cpu", False, False, True),
-        (aten.scatter_add.default, "cuda", False, False, False),
+        (aten.convolution.default, CONVOLVED, "cpu", True, True, True),
+        (aten.convolution.default, CONVOLVED, "cuda", False, False, True),
+        (aten.convolution.default, CONVOLVED, "cuda", True, False, False),
+        (aten.convolution.default, CONVOLVED, "cuda", False, True, False),
+        (aten.convolution.default, TRANSPOSED, "cpu", False, False, True),
+        (aten.convolution.default, TRANSPOSED, "cuda", False, False, False),
+        (aten.cudnn_convolution_transpose.default, (), "cuda", False, False, False),
+        (aten.mm.default, (), "cuda", True, True, True),
+        (aten.scatter_add.default, (), "cpu", False, False, True),
+        (aten.scatter_add.default, (), "cuda", False, False, False),
     ],
 )
-def test_what_gives_the_same_again(func, kind, refused, searches, replays, monkeypatch):
+def test_what_gives_the_same_again(func, args, kind, fell_back, searches, replays, monkeypatch):
     monkeypatch.setattr(torch._C, "_get_cudnn_benchmark", lambda: searches)
-    assert facts_of(func).replays_on(kind, refused) is replays
+    monkeypatch.setattr(cudnn, "fell_back", lambda: fell_back)
+    assert facts_of(func).replays_on(kind, args) is replays
+
+
+@pytest.mark.parametrize("setting", ["_get_cudnn_deterministic", "_get_deterministic_algorithms"])
+def test_a_transposed_convolution_is_replayed_where_sums_have_an_order(setting, monkeypatch):
+    monkeypatch.setattr(torch._C, setting, lambda: True)
+    assert facts_of(aten.convolution.default).replays_on("cuda", TRANSPOSED)
 
 
 @pytest.mark.parametrize(("func", "heeded"), [(aten.convolution.default, True), (aten.mm.default, False)])

@@ -4,6 +4,7 @@ import gc
 import time
 from collections import Counter
 from contextlib import nullcontext
+from threading import Event
 
 import pytest
 import torch
@@ -470,6 +471,7 @@ def on_cuda(core, monkeypatch):
     refusals = [0]
     monkeypatch.setattr(core.device, "kind", "cuda")
     monkeypatch.setattr(core.device, "refusals", lambda: refusals[0])
+    monkeypatch.setattr("delta.runtime.cudnn._fell_back", Event())
     return refusals
 
 
@@ -499,10 +501,29 @@ def test_elsewhere_it_is(core, monkeypatch):
 
 
 def test_a_convolution_that_went_without_memory_it_asked_for_is_not_replayed(core, on_cuda, monkeypatch):
-    """It took another algorithm than the first choice, which a replay might have memory for."""
-    runs = core._outside
-    monkeypatch.setattr(core, "_outside", lambda *call: on_cuda.append(on_cuda.pop() + 1) or runs(*call))
+    """It took another algorithm than the first choice, which a replay might have memory for. The next one like it takes
+    that, too, and is refused nothing."""
+    with monkeypatch.context() as patch:
+        runs = core._outside
+        patch.setattr(core, "_outside", lambda *call: on_cuda.append(on_cuda.pop() + 1) or runs(*call))
+        assert not convolved(core)
     assert not convolved(core)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_convolution_is_refused_nothing_for_the_budget_s_sake(core, grad, monkeypatch):
+    """It would not say so, but take another algorithm, and give other bits."""
+    happened = []
+    monkeypatch.setattr(core.device, "enforce", happened.append)
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            happened.append(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    with Sees(), Recorder(core), torch.set_grad_enabled(grad):
+        torch.nn.functional.conv2d(torch.ones(1, 2, 5, 5), torch.ones(3, 2, 3, 3)).sin()
+    assert happened[-3:] == [False, "convolution", "sin"]
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------

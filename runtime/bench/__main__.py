@@ -5,6 +5,7 @@ Run by hand on a quiet machine: it prints ratios and asserts nothing but that De
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,9 @@ import typer
 
 from delta.errors import DeltaError
 from delta.runtime.bench import hot_path as hot
-from delta.runtime.bench import largest_view, view
+from delta.runtime.bench import largest_view, plans, view
 from delta.runtime.bench.decisions import lines
+from delta.runtime.bench.largest import STEPS as LARGEST_STEPS
 from delta.runtime.bench.largest import LargestOptions, LargestResult, Trial, search
 from delta.runtime.bench.measure import measure
 from delta.runtime.bench.options import (
@@ -37,6 +39,7 @@ from delta.runtime.pages import to_json, write_file
 from delta.runtime.zoo import ZOO
 
 _NAME = "scripts/bench"
+_FEWEST = 10  # storages
 _LARGEST_MODELS = ("resnet50", "resnet101")
 _LARGEST_CPU_MODELS = ("resnet50",)
 
@@ -70,7 +73,10 @@ def compare(
         Path | None, typer.Option(help="Write the timeline of the first model under the last budget to this file.")
     ] = None,
     save: Save = None,
-    result: Result = None,
+    result: Annotated[
+        list[Path] | None,
+        typer.Option(help="Show this saved result instead of measuring; given again, one of several runs' models."),
+    ] = None,
     as_json: AsJson = False,
     write_docs: WriteDocs = False,
     picture: Annotated[
@@ -83,8 +89,8 @@ def compare(
     if picture is not None:
         write_file(picture, draw_two_runs(DemoOptions(steps=steps or QUICK_STEPS, threads=threads, device=device)))
         return
-    if result is not None:
-        measured = read_bench(result)
+    if result:
+        measured = BenchResult.joined([read_bench(path) for path in result])
     else:
         on_cuda = device != "cpu"
         options = BenchOptions(
@@ -101,33 +107,44 @@ def compare(
         if not models:
             for name in left_out(device, quick):
                 _say(f"{name} is left out: pip install {ZOO[name].package}")
+        if write_docs:
+            _refuse_quick(options.quick)
         measured = _measured(options, timeline, save)
     typer.echo(view.text(measured))
-    if save is not None:
-        write_file(save, to_json(measured.as_dict()))
+    _keep(save, measured)
     if write_docs:
+        _refuse_quick(measured.options.quick)
         _say(f"written: {', '.join(map(str, write_bench(measured, Path())))}")
     if as_json:
         typer.echo(_line(measured.as_dict()))
-    if not measured.gradients_identical or any(not model.rows for model in measured.models):
+    if not measured.succeeded:
         raise typer.Exit(1)
 
 
+def _refuse_quick(quick: bool) -> None:
+    if quick:
+        raise DeltaError("--write-docs with --quick: the times of tiny models mean nothing; measure without --quick")
+
+
 def _measured(options: BenchOptions, timeline: Path | None, save: Path | None) -> BenchResult:
-    """Model by model. One that fails has no rows; what is known so far is saved after each."""
+    """Model by model. One that fails has no rows; what is known so far is saved after each way."""
     facts = machine_facts(options.device, options.policy)  # before there are other processes: it measures the link
     found: list[ModelResult] = []
+
+    def with_one_more(model: ModelResult) -> BenchResult:
+        measured = BenchResult(options=options, machine=facts, command=_command(), models=(*found, model))
+        _keep(save, measured)
+        return measured
+
     for number, model in enumerate(options.models):
         _say(f"{model}: {len(options.compared())} ways")
         try:
-            found.append(measure(options, model, timeline=None if number else timeline))
+            done = measure(options, model, timeline=None if number else timeline, so_far=with_one_more)
         except DeltaError as error:
             _say(f"{model}: {error}")
-            missing = {"plain": f"failed: {error}"}
-            found.append(ModelResult(model=model, sizes=options.sizes(model), rows=(), missing=missing))
-        measured = BenchResult(options=options, machine=facts, command=_command(), models=tuple(found))
-        if save is not None:
-            write_file(save, to_json(measured.as_dict()))
+            done = ModelResult(model=model, sizes=options.sizes(model), rows=(), failed={"plain": str(error)})
+        measured = with_one_more(done)
+        found.append(done)
     return measured
 
 
@@ -139,12 +156,12 @@ def max_batch(
     models: Annotated[str, typer.Option(help="By default the ResNets.")] = "",
     policies: Annotated[str, typer.Option(help="Delta's policies.")] = "delta",
     ways: Annotated[str, typer.Option(help="Ways of today beside them (CUDA): checkpoint, sac, ...")] = "",
-    steps: Annotated[int, typer.Option(help="Steps of each trial; the first is not timed.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed steps of each speed.")] = LARGEST_STEPS,
     most: Annotated[int, typer.Option(help="No batch above this one is tried.")] = 65536,
     precision: Annotated[float, typer.Option(help="How close to the largest batch is close enough.")] = 0.03,
     threads: Threads = 2,
     device: Device = "cpu",
-    autocast: Autocast = False,
+    autocast: Annotated[bool, typer.Option(help="bfloat16 autocast; the papers' table has float32.")] = False,
     quick: Quick = False,
     save: Save = None,
     result: Result = None,
@@ -166,24 +183,30 @@ def max_batch(
             threads=threads,
             device=device,
             quick=quick,
-            autocast=bool(autocast),
+            autocast=autocast,
         )
-        found = search(options, machine_facts(device), _command(), done=_tell)
+        if write_docs:
+            _refuse_quick(quick)
+        found = search(options, machine_facts(device), _command(), done=_tell, so_far=partial(_keep, save))
     typer.echo(largest_view.text(found))
-    _put_away(found, save, write_docs, as_json)
-
-
-def _put_away(found: LargestResult, save: Path | None, write_docs: bool, as_json: bool) -> None:
-    if save is not None:
-        write_file(save, to_json(found.as_dict()))
+    _keep(save, found)
     if write_docs:
+        _refuse_quick(found.options.quick)
         _say(f"written: {', '.join(map(str, write_largest(found, Path())))}")
     if as_json:
         typer.echo(_line(found.as_dict()))
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def _keep(save: Path | None, measured: BenchResult | LargestResult) -> None:
+    """In a file, if there is to be one."""
+    if save is not None:
+        write_file(save, to_json(measured.as_dict()))
 
 
 def _tell(model: str, way: str, trial: Trial) -> None:
-    outcome = f"{trial.samples_per_s:.2f} samples/s" if trial.samples_per_s is not None else trial.why
+    outcome = trial.why or ("fits" if trial.samples_per_s is None else f"{trial.samples_per_s:.2f} samples/s")
     _say(f"{model}, {way}, batch {trial.batch}: {outcome}")
 
 
@@ -206,8 +229,25 @@ def decisions(
     evictions: Annotated[int, typer.Option(help="For each number.")] = 2000,
 ) -> None:
     """What an eviction costs the engine, by how many storages are live, for each score and each way to count costs."""
-    for line in lines([int(size) for size in _names(live)], evictions):
+    for line in lines(_numbers(live, "live"), evictions):
         typer.echo(line)
+
+
+@app.command()
+def planning(
+    storages: Annotated[str, typer.Option(help="Numbers of storages that a step saves.")] = "200,1000,5000",
+    policy: Annotated[str, typer.Option(help="Whose actions may be planned.")] = "delta",
+) -> None:
+    """How long a plan takes, at once and searched, and what it costs the step, by how many storages that saves."""
+    for line in plans.table(_numbers(storages, "storages"), policy):
+        typer.echo(line)
+
+
+def _numbers(text: str, name: str) -> list[int]:
+    found = _names(text)
+    if wrong := [number for number in found if not number.isdecimal() or int(number) < _FEWEST]:
+        raise DeltaError(f"{name}={wrong[0]!r}: give numbers from {_FEWEST} on, such as 1000,3000")
+    return [int(number) for number in found]
 
 
 def _names(text: str) -> tuple[str, ...]:

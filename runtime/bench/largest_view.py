@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from delta.runtime import pages
-from delta.runtime.bench.largest import PLAIN, SHARE, Found, LargestResult
+from delta.runtime.bench.largest import SHARE, Found, LargestResult
+from delta.runtime.side_by_side import STEPS_BEFORE
 from delta.text import aligned
 
 GOALS = {"resnet50": 2.25, "resnet101": 2.5}  # times plain's batch, on CUDA, at `SHARE` of plain's samples per second
@@ -24,33 +25,40 @@ _HEAD = (
 def text(result: LargestResult) -> str:
     """For a terminal."""
     lines = [setting(result), "", aligned([_HEAD, *_rows(result)], right=range(2, len(_HEAD)), rule=True)]
-    lines += [f"{way}: {why}" for way, why in result.missing.items()]
-    return "\n".join([*lines, *goals(result)])
+    return "\n".join([*lines, *_notes(result)])
 
 
 def markdown(result: LargestResult) -> str:
     """For a page."""
     facts = {"search": setting(result), **result.machine, "command": f"`{result.command}`"}
     parts = [pages.facts_list(facts), pages.table(_HEAD, _rows(result))]
-    if found := [*(f"{way}: {why}" for way, why in result.missing.items()), *goals(result)]:
-        parts.append("\n".join(f"- {line}" for line in found))
+    if notes := list(_notes(result)):
+        parts.append("\n".join(f"- {line}" for line in notes))
     return "\n\n".join(parts)
 
 
 def setting(result: LargestResult) -> str:
     """What was searched, in one line."""
     options = result.options
-    what = "saved activations" if options.device == "cpu" else "the allocator's bytes"
+    what = "saved activations" if options.device == "cpu" else "what the allocator reserves"
     return (
-        f"largest batch with {what} within {options.limit}, on {options.device}; {options.steps} steps in each trial, "
-        f"within {options.precision:.0%}"
+        f"largest batch with {what} within {options.limit}, on {options.device}, within {options.precision:.0%}; "
+        f"speeds from {options.steps} steps after {STEPS_BEFORE} others"
     )
+
+
+def _notes(result: LargestResult) -> Iterator[str]:
+    """Why a way has no row, and the goals."""
+    yield from (f"{way}: {why}" for way, why in result.missing.items())
+    yield from (f"{which}: failed: {why.partition(chr(10))[0]}" for which, why in result.failed.items())
+    yield from goals(result)
 
 
 def goals(result: LargestResult) -> Iterator[str]:
     """Goals of the papers' table that this result can tell of."""
     for found in result.found:
-        if result.options.device.startswith("cuda") and found.way != PLAIN and found.model in GOALS:
+        policy = found.way in result.options.policies
+        if result.options.device.startswith("cuda") and policy and found.model in GOALS:
             most = GOALS[found.model]
             verdict = "met" if found.fast_batch_ratio >= most else "missed"
             yield f"{found.model}, {found.way}: at least {most:.2f} x plain's batch: {verdict}"

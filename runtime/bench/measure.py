@@ -7,7 +7,7 @@ against those of a process that trains plainly and does nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,24 +16,29 @@ from typing import Any
 from delta.errors import DeltaError
 from delta.policies.loader import load
 from delta.runtime.bench.options import PLAIN, RIVALS, BenchOptions, Way
-from delta.runtime.bench.result import DIFFERENT, IDENTICAL, ModelResult, Row
+from delta.runtime.bench.result import DELTA, DIFFERENT, IDENTICAL, ModelResult, Row
 from delta.runtime.demo_worker import Spec
 from delta.runtime.side_by_side import Answer, Trained, train
 from delta.runtime.tracing import plain_spec, record
 from delta.runtime.ways import unavailable
 from delta.runtime.zoo import ZOO
 from delta.simulate.floor import floors
-from delta.trace import Trace
 from delta.units import parse_size
 
 _MARGIN = 0.01  # of what a rival takes, by which Delta aims below it
 _AIMS = 3  # what is allocated beside activations changes with the budget: aimed again from what the last one took
 
 
-def measure(options: BenchOptions, model: str, timeline: Path | None = None) -> ModelResult:
-    """Train a model in every way. Delta under the last budget writes a ``timeline``, if one is asked for.
+def measure(
+    options: BenchOptions,
+    model: str,
+    timeline: Path | None = None,
+    so_far: Callable[[ModelResult], object] = lambda result: None,
+) -> ModelResult:
+    """Train a model in every way. Delta under the last budget writes a ``timeline``, if one is asked for; ``so_far``
+    gets the result as it stands after each way.
 
-    Raises DeltaError if plain fails; another way that fails is missing from the result, with the reason.
+    Raises DeltaError if plain fails; of another way that fails, and of floors, the result has the reason.
     """
     spec = replace(
         plain_spec(model, options.sizes(model), threads=options.threads, device=options.device, seed=options.seed),
@@ -43,7 +48,7 @@ def measure(options: BenchOptions, model: str, timeline: Path | None = None) -> 
     )
     missing = {way.name: why for way in options.compared() if (why := unavailable(way.mode, options.device))}
     ways = [way for way in options.compared() if way.name not in missing]
-    trace = record(spec).trace
+    failed: dict[str, str] = {}
     watched = Way("delta", options.budgets[-1])
 
     def told(way: Way) -> Spec:
@@ -53,11 +58,16 @@ def measure(options: BenchOptions, model: str, timeline: Path | None = None) -> 
     plain = train(told(ways[0]), options.steps)
     rows = [_row(PLAIN, plain, plain)]
 
+    def result(floors: Mapping[str, float]) -> ModelResult:
+        found = tuple(replace(row, floor_ratio=floors.get(row.way)) for row in rows)
+        return ModelResult(model=model, sizes=spec.sizes, rows=found, missing=missing, failed=dict(failed))
+
     def compare(way: Way) -> None:
         try:
             rows.append(_row(way.name, train(told(way), options.steps), plain))
         except DeltaError as error:
-            missing[way.name] = f"failed: {error}"
+            failed[way.name] = str(error)
+        so_far(result({}))
 
     for way in ways[1:]:
         compare(way)
@@ -67,20 +77,18 @@ def measure(options: BenchOptions, model: str, timeline: Path | None = None) -> 
             if way.budget is not None and way.budget not in budgets:
                 compare(way)
                 budgets.append(way.budget)
-    found = dict(_floors(options, model, trace, plain, budgets))
-    return ModelResult(
-        model=model,
-        sizes=spec.sizes,
-        rows=tuple(replace(row, floor_ratio=found.get(row.way)) for row in rows),
-        missing=missing,
-    )
+    try:
+        return result(dict(_floors(options, spec, plain, budgets)))
+    except DeltaError as error:
+        failed["floors"] = str(error)
+    return result({})
 
 
 def level_with_rivals(rows: Sequence[Row]) -> list[Way]:
     """For each rival that takes less memory than Delta under any budget so far: Delta under the budget, in whole MiB,
     with which it should take no more if a saved byte less than under the smallest is a byte less of all that is
     allocated. Under that one it may take more than under a larger one: what replays need comes on top."""
-    deltas = [row for row in rows if row.way.startswith("delta ") and row.peak_allocated_bytes and row.budget_bytes]
+    deltas = [row for row in rows if row.way.startswith(DELTA) and row.peak_allocated_bytes and row.budget_bytes]
     if not deltas:
         return []
     budget_bytes, taken_bytes = min((row.budget_bytes or 0, row.peak_allocated_bytes or 0) for row in deltas)
@@ -91,14 +99,12 @@ def level_with_rivals(rows: Sequence[Row]) -> list[Way]:
     return [Way("delta", f"{mib}MiB") for mib in budgets_mib if mib > 0]
 
 
-def _floors(
-    options: BenchOptions, model: str, trace: Trace, plain: Trained, budgets: Sequence[str]
-) -> Iterator[tuple[str, float]]:
+def _floors(options: BenchOptions, spec: Spec, plain: Trained, budgets: Sequence[str]) -> Iterator[tuple[str, float]]:
     """The floor of each of Delta's rows. What a trace covers is forward and backward, and both times are its own; of a
     whole step, optimizer included, that is a part which plain's steps tell."""
-    if "delta" not in options.ways or not ZOO[model].steady:
+    if "delta" not in options.ways or not ZOO[spec.model].steady:
         return
-    policy = load(options.policy, options.overrides)
+    trace, policy = record(spec).trace, load(options.policy, options.overrides)
     part = median(step["passes_ns"] for step in plain.timed) / median(_times(plain.timed))
     wanted = [parse_size(budget, what="budgets") for budget in budgets]
     for budget, floor in zip(budgets, floors(trace, policy, wanted, trace.link), strict=True):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from delta.errors import DeltaError
 from delta.runtime.bench.options import PLAIN, BenchOptions
 
 IDENTICAL, DIFFERENT = "identical", "different"
+DELTA = "delta "  # how the names of its ways begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +52,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelResult:
-    """All rows of one model. ``missing``: way -> why it has none."""
+    """All rows of one model. ``missing``: way -> why it cannot be taken here; ``failed``: way -> what went wrong."""
 
     model: str
     sizes: Mapping[str, int]
     rows: tuple[Row, ...]
     missing: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     def row(self, way: str) -> Row | None:
         return next((row for row in self.rows if row.way == way), None)
@@ -73,7 +75,11 @@ class ModelResult:
 
     @property
     def deltas(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if row.way.startswith("delta "))
+        return tuple(row for row in self.rows if row.way.startswith(DELTA))
+
+    @property
+    def failed_deltas(self) -> tuple[str, ...]:
+        return tuple(way for way in self.failed if way.startswith(DELTA))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +99,29 @@ class BenchResult:
         """Whether Delta's gradients are those of plain PyTorch, all of them, bit for bit."""
         return all(row.gradients == IDENTICAL for model in self.models for row in model.deltas)
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether plain and Delta trained every model in every way that was asked for, to the same bits."""
+        trained = all(model.rows and not model.failed_deltas for model in self.models)
+        return trained and self.gradients_identical
+
+    @classmethod
+    def joined(cls, results: Sequence[BenchResult]) -> BenchResult:
+        """One result of several that differ in their models only; of a model that is in two, the later. For machines
+        that are to be had for less time than all models take. Raises DeltaError where anything else differs."""
+        first, *others = results
+        for other in others:
+            for name, mine, its in [*_facts(first, other), *_settings(first, other)]:
+                if mine != its:
+                    raise DeltaError(f"results of different runs cannot be one: {name} is {mine!r} and {its!r}")
+        models = tuple({model.model: model for result in results for model in result.models}.values())
+        return replace(
+            first,
+            options=replace(first.options, models=tuple(model.model for model in models)),
+            command="; ".join(dict.fromkeys(result.command for result in results)),
+            models=models,
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """The result, JSON-ready."""
         return {"gradients_identical": self.gradients_identical, **asdict(self)}
@@ -110,6 +139,23 @@ class BenchResult:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise DeltaError(f"this is not a result of the benchmark: {error!r} in it") from error
+
+
+_OF_THE_RUN = ("host tier", "day")  # measured anew each time
+
+
+def _facts(one: BenchResult, other: BenchResult) -> Iterator[tuple[str, Any, Any]]:
+    """What both know of their machines."""
+    for name in {**one.machine, **other.machine}:
+        if name not in _OF_THE_RUN:
+            yield name, one.machine.get(name), other.machine.get(name)
+
+
+def _settings(one: BenchResult, other: BenchResult) -> Iterator[tuple[str, Any, Any]]:
+    """What was asked of both, models left out."""
+    for each in fields(BenchOptions):
+        if each.name != "models":
+            yield each.name, getattr(one.options, each.name), getattr(other.options, each.name)
 
 
 def _model(values: Mapping[str, Any]) -> ModelResult:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from delta.runtime import pages
 from delta.runtime.bench.goals import Goal, goals
-from delta.runtime.bench.result import BenchResult, Row
+from delta.runtime.bench.result import DELTA, BenchResult, ModelResult, Row
 from delta.runtime.side_by_side import STEPS_BEFORE
 from delta.text import aligned
 from delta.units import Share, format_bytes, format_ns, parse_size
@@ -41,14 +41,22 @@ def text(result: BenchResult) -> str:
 def table(result: BenchResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The headings, and a row of cells for each way of each model. A column nobody has a figure for is left out."""
     rows = [row for model in result.models for row in model.rows]
-    kept = [(name, cell) for name, cell in _COLUMNS if any(map(cell, rows))]
+    kept = [(name, cell) for name, cell in _COLUMNS if any(map(cell, rows))] or [_COLUMNS[-1]]
     cells: list[tuple[str, ...]] = []
     for model in result.models:
         for row in model.rows:
             cells.append((model.model, row.way, *(cell(row) or "-" for _, cell in kept)))
-        for way, why in model.missing.items():
-            cells.append((model.model, way, *["-"] * (len(kept) - 1), _first_line(why)))
+        for way, why in _reasons(model):
+            cells.append((model.model, way, *["-"] * (len(kept) - 1), why))
     return ("model", "way", *(name for name, _ in kept)), cells
+
+
+def _reasons(model: ModelResult) -> Iterator[tuple[str, str]]:
+    """Why a way has no row."""
+    for way, why in model.missing.items():
+        yield way, _first_line(why)
+    for way, why in model.failed.items():
+        yield way, f"failed: {_first_line(why)}"
 
 
 def setting(result: BenchResult) -> str:
@@ -91,13 +99,13 @@ def headline(result: BenchResult) -> str | None:
     return (
         f"A byte-level GPT ({sizes['layers']} layers of width {sizes['width']}, {sizes['batch']} sequences of "
         f"{sizes['seq']} bytes, {options.device}, {options.threads} threads) with "
-        f'`activations="{row.way.removeprefix("delta ")}"`: {counted}resident memory at **{row.rss_ratio:.1%}** of '
+        f'`activations="{row.way.removeprefix(DELTA)}"`: {counted}resident memory at **{row.rss_ratio:.1%}** of '
         f"plain PyTorch's, in **{row.time_ratio:.2f}** times its step time{beside}. {same} the same bits."
     )
 
 
 def _share(row: Row) -> float:
-    wanted = parse_size(row.way.removeprefix("delta "), what="budgets")
+    wanted = parse_size(row.way.removeprefix(DELTA), what="budgets")
     return wanted.fraction if isinstance(wanted, Share) else 1.0
 
 

@@ -2,15 +2,15 @@
 card behind it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 
 from delta.runtime import monitor
-from delta.runtime.device.base import MemoryBlock
-from delta.runtime.host import SlabSource
+from delta.runtime.device.base import MemoryBlock, R
+from delta.runtime.host import Slab, SlabSource
 from delta.runtime.pinned import slab_source
 from delta.runtime.rawmem import as_bytes
 
@@ -100,12 +100,20 @@ class Accelerator(Protocol):
         """Let the allocator refuse to reserve more than this part of the card."""
         ...
 
+    def fraction(self) -> float:
+        """The part that it may reserve now."""
+        ...
+
     def expand_segments(self, on: bool) -> None:
         """Have the allocator reserve memory where it needs it next, if the card can and the program has not said
         otherwise; or leave it as it was. A budget of reserved bytes is lost on segments that nothing fits into."""
         ...
 
     def slab_source(self) -> SlabSource: ...
+
+    def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
+        """The same call for another thread, on the calling thread's stream for this card."""
+        ...
 
 
 class CudaCard:
@@ -182,6 +190,9 @@ class CudaCard:
     def limit(self, fraction: float) -> None:
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
+    def fraction(self) -> float:
+        return float(torch.cuda.get_per_process_memory_fraction(self.torch_device))
+
     def expand_segments(self, on: bool) -> None:
         """What is set replaces all settings there were, and holds for every card (PyTorch's `AllocatorConfig`)."""
         before = self._settings
@@ -201,7 +212,22 @@ class CudaCard:
 
     def slab_source(self) -> SlabSource:
         card = monitor.gpu(str(torch.cuda.get_device_properties(self.torch_device).uuid))
-        return slab_source(card.numa_node if card else None)
+        source = slab_source(card.numa_node if card else None)
+
+        def here(nbytes: int) -> Slab:
+            with torch.cuda.device(self.torch_device):  # on another one CUDA would make itself at home, too
+                return source(nbytes)
+
+        return here
+
+    def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
+        stream = cast(torch.cuda.Stream, self.current_stream())
+
+        def there() -> R:
+            with torch.cuda.stream(stream):
+                return run()
+
+        return there
 
 
 def _expanding(settings: str) -> str:

@@ -15,13 +15,15 @@ Failure contract (nothing is ever lost):
 Not covered: which storage to move and when. A device obeys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from delta.errors import SwapError
 
+R = TypeVar("R")
 Direction = Literal["out", "in"]
 
 
@@ -234,6 +236,10 @@ class Device(Protocol):
         """Whether the allocator is to refuse what goes far over the budget: only while somebody hears of it who makes
         room and asks again. cuda only.
         """
+        ...
+
+    def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
+        """The same call for another thread: there it finds this thread's current device and stream."""
         ...
 
     def stop(self) -> None:

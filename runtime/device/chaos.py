@@ -13,6 +13,7 @@ Not covered: two threads inside a copy at once. `cpu` does that.
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -20,7 +21,7 @@ import torch
 
 from delta.config import HostConfig
 from delta.errors import SwapError
-from delta.runtime.device.base import Bandwidth, HostBlock, OpClock, Ticket
+from delta.runtime.device.base import Bandwidth, HostBlock, OpClock, R, Ticket
 from delta.runtime.device.parts import BlockBook, WallClock, host_full, limit_bytes
 from delta.runtime.rawmem import ResidentMeter, as_bytes, sole_owner
 
@@ -166,6 +167,9 @@ class ChaosDevice:
 
     def enforce(self, on: bool) -> None:
         """There is no budget to enforce."""
+
+    def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
+        return run
 
     def stop(self) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from delta.config import HostConfig
-from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, Ticket
+from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, R, Ticket
 from delta.runtime.device.contention import share_taken
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Rates, WallClock, limit_bytes
@@ -170,6 +170,9 @@ class CpuDevice:
 
     def enforce(self, on: bool) -> None:
         """The system's allocator refuses nothing."""
+
+    def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
+        return run
 
     def stop(self) -> None:
         self._lane.stop()

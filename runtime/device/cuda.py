@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,8 +23,8 @@ import torch
 
 from delta.config import HostConfig
 from delta.errors import HostFullError, SwapError
-from delta.runtime.device.accelerator import Accelerator, Event, Stream
-from delta.runtime.device.base import Bandwidth, Direction, HostBlock, MemoryBlock, OpClock, Ticket
+from delta.runtime.device.accelerator import Accelerator, Event, MemoryUse, Stream
+from delta.runtime.device.base import Bandwidth, Direction, HostBlock, MemoryBlock, OpClock, R, Ticket
 from delta.runtime.device.cuda_clock import EventClock
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import BlockBook, Rates, limit_bytes
@@ -38,7 +39,9 @@ _PROBE_ROUNDS = 3
 _INTERFERENCE = 0.02  # copy engines do the work: an H100 lost 0 to 3 %
 # Of a budget, what the allocator may reserve from the card for it: it does so in segments, and what is free in one that
 # is in use may be too small for the next request.
-_RESERVED = 1.05
+RESERVED_RATIO = 1.05
+_SEGMENT_BYTES = 20 * 2**20  # what the allocator reserves at least for a large request
+_WORTH_IT = 0.02  # of what may be reserved: with so much more unused, giving back is tried again
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -84,6 +87,8 @@ class CudaDevice:
         self._clock = EventClock(card)
         self.in_order = host.spill_dir is None
         self._most_reserved_bytes: int | None = None
+        self._program_s_fraction = 1.0
+        self._stuck_bytes = 0  # reserved, not given out, and not to be given back
         self._enforced = self._closed = False
         self._last_use = card.memory_use()
         self._spilling = (
@@ -105,7 +110,7 @@ class CudaDevice:
         before, now = self._last_use, self._card.memory_use()
         self._last_use = now
         if not self._enforced:
-            self._return_excess(now.reserved_bytes)
+            self._return_excess(now)
         if now.peak_bytes > before.peak_bytes:
             return now.now_bytes, now.peak_bytes
         most = before.now_bytes + now.ever_bytes - before.ever_bytes
@@ -231,7 +236,9 @@ class CudaDevice:
         self._card.empty_cache()
 
     def cap(self, budget_bytes: int | None) -> None:
-        self._most_reserved_bytes = None if budget_bytes is None else int(budget_bytes * _RESERVED)
+        if budget_bytes is not None and self._most_reserved_bytes is None:
+            self._program_s_fraction = self._card.fraction()
+        self._most_reserved_bytes = None if budget_bytes is None else int(budget_bytes * RESERVED_RATIO)
         self._card.expand_segments(budget_bytes is not None)
         if budget_bytes is not None:
             self._card.empty_cache()  # segments of the kind that was
@@ -244,13 +251,26 @@ class CudaDevice:
             return
         self._enforced = enforced
         if enforced:
-            self._return_excess(self._card.memory_use().reserved_bytes)
-        most_bytes = self._most_reserved_bytes if enforced else None
-        self._card.limit(1.0 if most_bytes is None else min(1.0, most_bytes / self._card.total_bytes()))
+            self._return_excess(self._card.memory_use())
+        fraction = self._program_s_fraction
+        if enforced and self._most_reserved_bytes is not None:
+            fraction = min(fraction, self._most_reserved_bytes / self._card.total_bytes())
+        self._card.limit(fraction)
 
-    def _return_excess(self, reserved_bytes: int) -> None:
-        if self._most_reserved_bytes is not None and reserved_bytes > self._most_reserved_bytes:
+    def _return_excess(self, use: MemoryUse) -> None:
+        """Give back segments that nobody uses, if too much is reserved and there may be one. What could not be given
+        back the last time lies beside something that is in use, and to try again has the host wait for the card."""
+        idle_bytes = use.reserved_bytes - use.now_bytes
+        self._stuck_bytes = min(self._stuck_bytes, idle_bytes)
+        if self._most_reserved_bytes is None or use.reserved_bytes <= self._most_reserved_bytes:
+            return
+        if idle_bytes - self._stuck_bytes >= max(_SEGMENT_BYTES, int(_WORTH_IT * self._most_reserved_bytes)):
             self._card.empty_cache()
+            left = self._card.memory_use()
+            self._stuck_bytes = left.reserved_bytes - left.now_bytes
+
+    def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
+        return self._card.as_here(run)
 
     def stop(self) -> None:
         if self._spilling is not None:
@@ -348,7 +368,10 @@ class CudaDevice:
 
     def _probe(self) -> None:
         """Time a few copies each way, with a slab of their own: the pool may be full."""
-        slab = self._source(_PROBE_BYTES)
+        try:
+            slab = self._source(_PROBE_BYTES)
+        except RuntimeError as error:
+            raise SwapError(f"no host memory can be pinned for {self._card.torch_device}: {error}") from error
         try:
             there = as_bytes(self._card.allocate(_PROBE_BYTES))
             for direction, to, source in (("out", slab.memory, there), ("in", there, slab.memory)):
