@@ -114,6 +114,16 @@ def test_it_is_the_same_each_time_and_asks_for_nothing_that_cannot_be():
     assert all(action is KEEP or action in ways[order] for order, action in enumerate(plan.actions))
 
 
+def test_a_step_too_large_to_give_each_storage_a_turn_is_left_alone(monkeypatch):
+    task = a_task(adapters(), 8 * UNIT)
+    plan = kept(task)
+    assert anneal(task, plan) is not plan
+    passed = 1 + len(task.graph.ops) + len(choices_of(task))
+    for turns, stays in ((len(choices_of(task)), False), (len(choices_of(task)) - 1, True)):
+        monkeypatch.setattr("delta.planner.anneal.PASSED", turns * passed)
+        assert (anneal(task, plan) is plan) is stays
+
+
 def test_where_nothing_may_go_the_plan_stays():
     task = a_task(adapters(), UNIT, allowed=(KEEP,))
     plan = kept(task)

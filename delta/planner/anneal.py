@@ -31,13 +31,14 @@ EVERYWHERE = 0.1  # ... and of being over it at any one position, in that of the
 
 def anneal(task: Task, plan: Plan) -> Plan:
     """A plan with no higher a peak over the limit than this one and, with the same, no higher a cost by forecast. For
-    steps in which backward alone needs what was saved."""
+    steps in which backward alone needs what was saved. One so large that not every storage would have its turn is left
+    as it is."""
     free = ((v, ways) for v, ways in enumerate(choices_of(task)) if ways and v not in task.forced)
     choices = [(v, (Action.KEEP, *ways)) for v, ways in free]
-    if not choices:
+    rounds = min(MOST, PASSED // (1 + len(task.graph.ops) + len(choices)))
+    if not choices or rounds < len(choices):
         return plan
     random, scene = Random(0), _Scene(task)
-    rounds = min(MOST, PASSED // (1 + len(task.graph.ops) + len(choices)))
     actions = list(plan.actions)
     energy, rank = scene.look_at(actions)
     best_rank, best = rank, actions

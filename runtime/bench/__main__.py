@@ -236,7 +236,7 @@ def decisions(
 @app.command()
 def planning(
     storages: Annotated[str, typer.Option(help="Numbers of storages that a step saves.")] = "200,1000,5000",
-    policy: Annotated[str, typer.Option(help="Whose actions may be planned.")] = "delta",
+    policy: Annotated[str, typer.Option(help="A policy whose actions may be planned.")] = "delta",
 ) -> None:
     """How long a plan takes, at once and searched, and what it costs the step, by how many storages that saves."""
     for line in plans.table(_numbers(storages, "storages"), policy):
