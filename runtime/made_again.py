@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -17,13 +17,16 @@ from delta.runtime.cudnn import by_first_choice
 from delta.runtime.generators import run_seeded
 from delta.runtime.modes import only_lowest
 from delta.runtime.note import Made, Note, Read
-from delta.runtime.recompute import AUTOCAST_KEYS, fill, filled, mismatch, results_of
+from delta.runtime.recompute import AUTOCAST_KEYS, FIRST, fill, filled, mismatch, results_of
 from delta.runtime.settings import under
 from delta.runtime.view import View
 from delta.runtime.writes import refusal
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
+
+
+_FULL_PRECISION = frozenset({torch.float32, torch.float64})
 
 
 class MadeAgain:
@@ -80,22 +83,24 @@ class MadeAgain:
             for settings, notes in groupby(walk, key=attrgetter("settings")):
                 with under(settings):
                     for note in notes:
-                        if not self._engine.expected.fits(passing_bytes + note.nbytes):
+                        written = note.overwritten or _nobody_s(note, uses)
+                        if not self._engine.expected.fits(passing_bytes + (0 if written else note.nbytes)):
                             return False
-                        passing_bytes = self._replay(note, uses, passing_bytes)
+                        passing_bytes = self._replay(note, uses, written, passing_bytes)
         return True
 
-    def _replay(self, note: Note, uses: dict[Made, int], passing_bytes: int) -> int:
-        """Run one, and let go of what the walk has no more use for; `passing_bytes` then, of what it still has."""
+    def _replay(self, note: Note, uses: dict[Made, int], written: Made | None, passing_bytes: int) -> int:
+        """Run one, and let go of what the walk has no more use for; `passing_bytes` then, of what it still has.
+        `written`: what it makes is made in the place of this."""
         core, engine = self._core, self._engine
         began_ns = core.begins()
-        made_now = self._make(note)
+        made_now = self._make(note, in_place=written is not None and note.overwrites is None)
         ended_ns = time.perf_counter_ns()
         core.spent(ended_ns - began_ns)
         core.rematerialiser.spent_ns += ended_ns - began_ns
-        if (overwritten := note.overwritten) is not None:
-            overwritten.value = None
-            passing_bytes -= overwritten.nbytes
+        if written is not None:
+            written.value = None
+            passing_bytes -= written.nbytes
         nbytes = 0
         for made in made_now:
             nbytes += made.nbytes
@@ -118,13 +123,14 @@ class MadeAgain:
             core.emit("recomputed", start_ns=began_ns, end_ns=ended_ns, **told)
         return passing_bytes
 
-    def _make(self, note: Note) -> list[Made]:
-        """Run the call once more, by the algorithm of the first time; what it has made that was not there."""
+    def _make(self, note: Note, in_place: bool) -> list[Made]:
+        """Run the call once more, by the algorithm of the first time; what it has made that was not there. `in_place`:
+        into the first of what it reads."""
         facts = note.facts
         tensors = [self._tensor(note, read) for read in note.reads]
         for tensor in tensors:
             self._core.device.share(tensor.untyped_storage())  # it may have been made on another stream
-        results = by_first_choice(facts, self._core.device, partial(self.run_again, note, tensors))
+        results = by_first_choice(facts, self._core.device, partial(self.run_again, note, tensors, in_place))
         made_now = []
         for made, value in zip(note.results, results, strict=False):
             if made is not None and made.found() is None:
@@ -135,14 +141,16 @@ class MadeAgain:
                 made_now.append(made)
         return made_now
 
-    def run_again(self, note: Note, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def run_again(self, note: Note, tensors: Sequence[Tensor], in_place: bool) -> list[Tensor]:
         """What the call gives the second time, with these for what it reads."""
         statistics = [view.over(storage) for ref, view in note.statistics if (storage := ref()) is not None]
         if len(statistics) == 2:  # they are there, and give the output
             needed = [fill(arg, tensors) for arg in note.args[: batch_norm.NEEDED]]
             return [batch_norm.output(needed, *statistics)]
         args, kwargs = filled(note.args, note.kwargs, tensors)
-        return results_of(run_seeded(note.func, note.generator, note.state, args, kwargs))
+        func = note.facts.in_place if in_place else note.func
+        assert func is not None
+        return results_of(run_seeded(func, note.generator, note.state, args, kwargs))
 
     def _tensor(self, note: Note, read: Read) -> Tensor:
         """An argument."""
@@ -163,6 +171,20 @@ class MadeAgain:
     def _refuse(self, note: Note, nbytes: int) -> None:
         self._engine.written_unseen()
         raise refusal(note.facts.name, nbytes)
+
+
+def _nobody_s(note: Note, uses: Mapping[Made, int]) -> Made | None:
+    """What an element-wise call may make its result in the place of: its first argument, if the walk has made that and
+    nobody reads it any more. So it takes no room a second time. Not in reduced precision: there `mul_`, for one, rounds
+    a number before it multiplies, and `mul` does not."""
+    if note.facts.in_place is None or not note.reads or note.args[0] is not FIRST:
+        return None
+    first, (made,) = note.reads[0], note.results
+    read = first.made
+    if read is None or made is None or first.view is not None or read.value is None or read.asked_for:
+        return None
+    alike = (read.view, read.nbytes) == (made.view, made.nbytes) and made.view.dtype in _FULL_PRECISION
+    return read if alike and uses[read] == 1 and read.value._version == read.value_version else None
 
 
 def _made_by_others(note: Note) -> list[Made]:

@@ -61,6 +61,8 @@ class OpFacts:
     `cudnn_chooses`: on CUDA cuDNN chooses the algorithm, and with it the last bits (`cudnn.py`). `transposed`: the
     position of the argument that says whether a convolution is; it runs as the gradient of another one there, which may
     add up in any order.
+
+    `in_place`: of an element-wise op, the overload that does the same into its first argument.
     """
 
     name: str
@@ -73,6 +75,7 @@ class OpFacts:
     training: int | None
     transposed: int | None
     view: bool  # its results share an input's storage and nothing is written
+    in_place: OpOverload | None
     idle: bool  # a view, or it gives no tensor at all (a number, a mark for the profiler) and writes none
     writes: bool
 
@@ -151,6 +154,16 @@ def _facts(func: OpOverload) -> OpFacts:
         training=names.index("training") if statistics and "training" in names else None,
         transposed=names.index("transposed") if "transposed" in names else None,
         view=view,
+        in_place=_in_place(func) if may and not mutates and torch.Tag.pointwise in tags else None,
         idle=view or not (mutates or statistics or any("Tensor" in str(result.type) for result in schema.returns)),
         writes=bool(mutates or statistics),
     )
+
+
+def _in_place(func: OpOverload) -> OpOverload | None:
+    packet = getattr(torch.ops.aten, f"{func._schema.name.split('::')[1]}_", None)
+    if packet is None or func._overloadname not in packet.overloads():
+        return None
+    found: OpOverload = getattr(packet, func._overloadname)
+    alike = [[(each.name, str(each.type)) for each in one._schema.arguments] for one in (func, found)]
+    return found if alike[0] == alike[1] and len(func._schema.returns) == 1 else None

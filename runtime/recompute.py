@@ -39,6 +39,7 @@ class Slot:
 
 
 _SLOTS = tuple(map(Slot, range(16)))
+FIRST = _SLOTS[0]
 _SIMPLE = frozenset({bool, int, float, type(None)})  # arguments of these types hold no tensor: most are of them
 
 

@@ -351,9 +351,9 @@ def test_what_a_noted_call_makes_and_the_plan_keeps_is_not_made_again(monkeypatc
     loss(net).backward()
     expected = gradients(net)
 
-    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor]) -> Any:
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor], in_place: bool) -> Any:
         replayed.append(note.facts.name)
-        return run_once(again, note, tensors)
+        return run_once(again, note, tensors, in_place)
 
     def action(op: OpInfo | None) -> Action:
         return RECOMPUTE if op is not None and op.name in ("aten.max_pool2d_with_indices", "aten.mul") else KEEP
@@ -524,9 +524,9 @@ def test_what_draws_random_numbers_and_what_takes_statistics(monkeypatch: pytest
     by_statistics, run_once, output = [], MadeAgain.run_again, batch_norm.output
     replayed: list[str] = []
 
-    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor]) -> Any:
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor], in_place: bool) -> Any:
         replayed.append(note.facts.name)
-        return run_once(again, note, tensors)
+        return run_once(again, note, tensors, in_place)
 
     dropped = ("aten.add", "aten.rand_like")
     with planned(lambda: loss(net), lambda op: RECOMPUTE if op is not None and op.name in dropped else KEEP) as core:
@@ -613,9 +613,9 @@ def test_each_of_a_walk_is_replayed_under_the_settings_of_its_own_call(monkeypat
     loss_of(same).backward()
     run_once, replay_all = MadeAgain.run_again, MadeAgain._replay_all
 
-    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor]) -> Any:
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor], in_place: bool) -> Any:
         replayed.append((note.facts.name, torch._C._get_mkldnn_enabled(), torch._C._len_torch_dispatch_stack()))
-        return run_once(again, note, tensors)
+        return run_once(again, note, tensors, in_place)
 
     def walked(again: MadeAgain, walk: list[Note], *args: Any) -> bool:
         walks.append([note.facts.name for note in walk])
@@ -978,9 +978,9 @@ def test_what_nobody_saved_is_overwritten_in_a_replay_too(monkeypatch: pytest.Mo
     replayed: list[str] = []
     passing: list[int] = []
 
-    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor]) -> Any:
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor], in_place: bool) -> Any:
         replayed.append(note.facts.name)
-        return run_once(again, note, tensors)
+        return run_once(again, note, tensors, in_place)
 
     def peak(ledger: Ledger, passing_bytes: int = 0) -> None:
         passing.append(passing_bytes)
@@ -998,6 +998,102 @@ def test_what_nobody_saved_is_overwritten_in_a_replay_too(monkeypatch: pytest.Mo
     assert replayed.count("aten.add_") == replayed.count("aten.relu_") >= 2
     assert (min(passing), max(passing)) == (0, 16 * 24 * 4), "what is overwritten takes no room beside what is written"
     assert_same(gradients(net), expected)
+
+
+class Chains(SixLayers):
+    """Element-wise calls one after the other, none of them in place; the last one's result is saved."""
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        for layer in self.layers:
+            x = self.chain(layer(x), x)
+        return x
+
+    def chain(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.relu((h * 0.5 + x) * 3)
+
+
+class ReadTwice(Chains):
+    def chain(self, h: Tensor, x: Tensor) -> Tensor:
+        h = h * 0.5
+        return torch.relu((h + h) * 3 + h)
+
+
+class AsSecond(Chains):
+    """What is read no more is no first argument."""
+
+    def chain(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.relu(x + h)
+
+
+class OfAnotherKind(Chains):
+    """Sums larger, and of another type, than their first arguments."""
+
+    def chain(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.relu((x > 0) + (h.sum(0, keepdim=True) + x))
+
+
+class Reduced(Chains):
+    """In bfloat16 a number is rounded by `mul_`, and not by `mul`."""
+
+    def chain(self, h: Tensor, x: Tensor) -> Tensor:
+        return torch.relu(h.bfloat16() * 0.5 * 3).float() + x
+
+
+class Halves(Chains):
+    """A view of what is read no more, not all of it."""
+
+    def chain(self, h: Tensor, x: Tensor) -> Tensor:
+        first, last = (h * 2).chunk(2, dim=1)
+        return torch.relu(torch.cat([first * 3, last * 2], dim=1))
+
+
+BYTES = 16 * 24 * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_its_place", "most_bytes"),
+    [
+        (Chains, {"mul", "add", "relu"}, BYTES),
+        (ReadTwice, {"mul", "add", "relu"}, 2 * BYTES),
+        (AsSecond, {"relu"}, 2 * BYTES),
+        (OfAnotherKind, {"relu"}, 2.5 * BYTES),
+        (Reduced, set(), 2.5 * BYTES),
+        (Halves, {"mul", "relu"}, 2.5 * BYTES),
+    ],
+)
+def test_what_a_replay_reads_last_is_overwritten_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Chains], in_its_place: set[str], most_bytes: float
+) -> None:
+    """What it takes at once is what the last one of a layer makes, and what is still to be read."""
+    torch.manual_seed(1)
+    net, run_once, note_peak = kind(), MadeAgain.run_again, Ledger.note_peak
+    loss_of(net).backward()
+    expected, placed, passing = gradients(net), set[str](), list[int]()
+
+    def noted(again: MadeAgain, note: Note, tensors: Sequence[Tensor], in_place: bool) -> Any:
+        made = run_once(again, note, tensors, in_place)
+        if in_place:
+            placed.add(note.facts.name.removeprefix("aten."))
+            assert made[0].data_ptr() == tensors[0].data_ptr()
+        return made
+
+    def peak(ledger: Ledger, passing_bytes: int = 0) -> None:
+        passing.append(passing_bytes)
+        note_peak(ledger, passing_bytes)
+
+    def relu_goes(op: OpInfo | None) -> Action:
+        return RECOMPUTE if op is not None and op.name == "aten.relu" else KEEP
+
+    with planned(lambda: loss_of(net), relu_goes, but=lambda node: node.order % 3 != 1) as core:
+        net.zero_grad()
+        monkeypatch.setattr(MadeAgain, "run_again", noted)
+        monkeypatch.setattr(Ledger, "note_peak", peak)
+        loss = loss_of(net)
+        counted(core)
+        loss.backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+    assert placed == in_its_place and max(passing) <= most_bytes
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "both"])

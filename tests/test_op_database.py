@@ -7,18 +7,21 @@ shown to be so here.
 import ctypes
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
 from delta.runtime import rematerialise
 from delta.runtime.opfacts import facts_of
 from delta.runtime.pages import read_places
-from delta.runtime.rawmem import tensor_at
+from delta.runtime.rawmem import as_bytes, tensor_at
 from delta.runtime.spill import SpillFile
+from delta.runtime.view import View, is_plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MISSING = "PyTorch's operator database imports expecttest and numpy, which the extra `test` of setup.cfg installs"
 opdb = pytest.importorskip("opdb", reason=MISSING)
 exactness = pytest.importorskip("exactness", reason=MISSING)
+aten = torch.ops.aten
 Handled, Verdict = opdb.Handled, opdb.Verdict
 
 
@@ -37,6 +41,44 @@ def test_an_op_gives_the_bits_of_plain(name, spill_dir):
     found = [*opdb.outcomes(op, samples[0], str(spill_dir), devices=["cpu"])]
     found += opdb.outcomes(op, samples[-1], str(spill_dir), devices=["chaos:1"])
     assert [outcome for outcome in found if outcome.verdict is Verdict.WRONG] == []
+
+
+class Elsewhere(TorchDispatchMode):
+    """Runs each element-wise call twice: as it is, and into a copy of its first argument where Delta would do so."""
+
+    def __init__(self):
+        super().__init__()
+        self.tried, self.differing = set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        copy = args[0].clone() if args and is_tensor(args[0]) and facts_of(func).in_place is not None else None
+        made = func(*args, **kwargs)
+        if copy is not None and View.of(made) == View.of(copy) == View.of(args[0]) and made.is_floating_point():
+            again = facts_of(func).in_place(copy, *args[1:], **kwargs)
+            self.tried.add(func)
+            if again is not copy or bits_of(again) != bits_of(made):
+                self.differing.append((func, args, kwargs))
+        return made
+
+
+def is_tensor(value):
+    return isinstance(value, torch.Tensor) and is_plain(value)
+
+
+def bits_of(tensor):
+    return bytes(as_bytes(tensor.untyped_storage()).tolist())
+
+
+def test_in_place_of_its_first_argument_an_element_wise_op_gives_the_same_bits():
+    with Elsewhere() as calls, opdb.quiet():
+        for op in opdb.ops().values():
+            for dtype in {torch.float32, torch.float64}.intersection(opdb.dtypes_of(op)):
+                for sample in opdb.samples_of(op, dtype):
+                    with suppress(RuntimeError, ValueError, NotImplementedError):
+                        op(sample.input, *sample.args, **sample.kwargs)
+    assert calls.differing == []
+    assert len(calls.tried) > 60 and {aten.mul.Tensor, aten.relu.default, aten.tanh.default} <= calls.tried
 
 
 @pytest.mark.slow
