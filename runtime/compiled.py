@@ -63,8 +63,9 @@ class AnnouncedWrites:
     def _announced(self, tensors: Iterable[Tensor]) -> None:
         written = tuple(tensors)
         core = self._core
-        with core.entered():
-            plain = [tensor for tensor in written if is_plain(tensor)]
-            preserved = core.writes.begin(plain)
-            core.writes.settle(core.writes.end(plain, preserved))
+        if not core.abandoned:
+            with core.entered():
+                plain = [tensor for tensor in written if is_plain(tensor)]
+                preserved = core.writes.begin(plain)
+                core.writes.settle(core.writes.end(plain, preserved))
         self._increment(written)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -75,6 +77,24 @@ def _nothing() -> None:
     """Stands for the recorder's switch where no recorder is."""
 
 
+def _refuse_in_child() -> None:
+    raise DeltaError(
+        "backward asks in a forked process for what forward has saved in the one it was forked from: run both in one "
+        "process"
+    )
+
+
+_living: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for core in list(_living):
+        core.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
 class Core:
     """One session's mechanism. Use `entered()` around everything that reports events; around one that no instruction
     follows the lock is enough, and notes that come in meanwhile wait for the next `entered`."""
@@ -110,6 +130,7 @@ class Core:
         self.may_watch = True  # while steps are traced, every saved tensor is looked after
         self.modes_below = 0  # dispatch modes that were there before the recorder
         self.closing = False
+        self.abandoned = False  # this is a process forked from the one that the block belongs to
         self.next_id: Callable[[], int] = itertools.count().__next__
         self.by_key: dict[int, int] = {}  # storage identity -> record
         self.untimed: deque[tuple[int, Any]] = deque()  # ops whose times the device has not told yet
@@ -123,6 +144,14 @@ class Core:
         self._step_began_ns = 0
         self._host_step_ns = 0  # from a step's first save to its last need, by the host's clock
         self._warned = 0
+        _living.add(self)
+
+    def abandon(self) -> None:
+        """In a forked process, such as a data loader's worker: what it has inherited of the block does nothing there.
+        The threads behind it are gone, a card cannot be used, and a lock may be held for ever."""
+        self.abandoned, self.lock = True, threading.RLock()
+        self.owner = threading.get_ident()  # so the recorder takes all ops for Delta's own
+        self.at_unpack = _refuse_in_child
 
     # -- entering -------------------------------------------------------------------------------------------------
     def entered(self) -> Core:
@@ -156,7 +185,7 @@ class Core:
     def _leave(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.owner = 0
+            self.owner = 0 if not self.abandoned else threading.get_ident()
             if self._collects:
                 gc.enable()
         self.lock.release()

@@ -170,7 +170,7 @@ class Hooks:
         )
 
     def _wanted(self, tensor: Tensor) -> bool:
-        if not is_plain(tensor):
+        if not is_plain(tensor) or self._core.abandoned:
             return False
         if tensor.device != self._device:
             if tensor.numel() and tensor.dim():

@@ -83,6 +83,8 @@ class Inbox:
     def _take_in(self) -> None:
         """Unless another thread is at work in the core, which will, or this one."""
         core = self._core
+        if core.abandoned:
+            return
         if not core.lock._is_owned() and core.lock.acquire(blocking=False):  # type: ignore[attr-defined]
             try:
                 core.hear()

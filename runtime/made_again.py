@@ -17,7 +17,7 @@ from delta.runtime.cudnn import by_first_choice
 from delta.runtime.generators import run_seeded
 from delta.runtime.modes import only_lowest
 from delta.runtime.note import Made, Note, Read
-from delta.runtime.recompute import AUTOCAST_KEYS, FIRST, fill, filled, mismatch, results_of
+from delta.runtime.recompute import FIRST, below_autograd, fill, filled, mismatch, results_of
 from delta.runtime.settings import under
 from delta.runtime.view import View
 from delta.runtime.writes import refusal
@@ -74,12 +74,7 @@ class MadeAgain:
         """Run them under the settings of the first time, which are read once for all notes in a row that had the same.
         False where there is no room for one."""
         passing_bytes = 0
-        with (
-            only_lowest(self._core.modes_below),
-            torch.enable_grad(),  # as in `recompute.replay`
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS),
-        ):
+        with only_lowest(self._core.modes_below), below_autograd():
             for settings, notes in groupby(walk, key=attrgetter("settings")):
                 with under(settings):
                     for note in notes:
@@ -130,7 +125,8 @@ class MadeAgain:
         tensors = [self._tensor(note, read) for read in note.reads]
         for tensor in tensors:
             self._core.device.share(tensor.untyped_storage())  # it may have been made on another stream
-        results = by_first_choice(facts, self._core.device, partial(self.run_again, note, tensors, in_place))
+        again = partial(self.run_again, note, tensors, in_place)
+        results = by_first_choice(facts, self._core.device, again)
         made_now = []
         for made, value in zip(note.results, results, strict=False):
             if made is not None and made.found() is None:

@@ -42,8 +42,8 @@ _NEVER = {
 # From the documentation of `torch.use_deterministic_algorithms`.
 _UNORDERED_ON_CUDA = {
     "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_put",
-    "index_put_", "_index_put_impl_", "put", "put_", "bincount", "histc", "cumsum", "cumprod", "index_reduce",
-    "index_reduce_", "index_copy", "index_copy_", "scatter", "scatter_", "embedding_bag", "_embedding_bag", "ctc_loss",
+    "index_put_", "_index_put_impl_", "put", "put_", "bincount", "histc", "cumsum", "cumprod", "logcumsumexp",
+    "index_reduce", "index_reduce_", "index_copy", "index_copy_", "scatter", "scatter_", "embedding_bag", "_embedding_bag", "ctc_loss",
     "_ctc_loss", "_cudnn_ctc_loss", "nll_loss2d_forward", "max_unpool2d", "max_unpool3d", "cudnn_convolution_transpose",
 }  # fmt: skip
 _CUDNN_CHOOSES = {

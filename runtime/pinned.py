@@ -60,6 +60,7 @@ def _registered_slab(nbytes: int) -> Slab:
     """Memory of our own, touched here and then registered: exact to the page."""
     buffer = AlignedBuffer(nbytes)
     memory = torch.frombuffer(buffer.view, dtype=torch.uint8)
+    buffer.keep_from_forks()
     ctypes.memset(buffer.address, 0, nbytes)  # by this thread: an op of PyTorch's is shared out to others
     runtime, card = torch.cuda.cudart(), torch.cuda.current_device()
     status = int(runtime.cudaHostRegister(buffer.address, nbytes, _PORTABLE))
@@ -69,7 +70,8 @@ def _registered_slab(nbytes: int) -> Slab:
 
     def release() -> None:
         torch.cuda.synchronize(card)  # no transfer may be using the pages
-        runtime.cudaHostUnregister(buffer.address)
+        with torch.cuda.device(card):
+            runtime.cudaHostUnregister(buffer.address)
 
     return Slab(memory, release)
 

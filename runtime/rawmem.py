@@ -63,6 +63,12 @@ class AlignedBuffer:
             with suppress(OSError):  # a system that has none of them
                 self._map.madvise(mmap.MADV_HUGEPAGE, skipped_bytes, huge_bytes)
 
+    def keep_from_forks(self) -> None:
+        """A forked process gets none of it: not where a device reads and writes pages that are mapped once and for
+        all, which a copy made for either process would part from its memory (get_user_pages, madvise(2))."""
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._map.madvise(mmap.MADV_DONTFORK)
+
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """The whole storage as a flat uint8 tensor that shares it."""

@@ -11,7 +11,8 @@ Guarantee: a replay changes nothing but its results. Not covered: choosing what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,9 +27,20 @@ from delta.runtime.opfacts import OpFacts
 from delta.runtime.settings import Settings, current, under
 from delta.runtime.view import View
 
-AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Where the calls that are run again ran the first time: below autograd and autocast. Holds for this thread."""
+    with (
+        torch.enable_grad(),  # some ops look at the mode; nothing is tracked there
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS),
+    ):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +172,7 @@ def replay(
     written = {product.written for product in recipe.products if product.written is not None}
     copies: dict[int, torch.UntypedStorage] = {}
     tensors = []
-    with (
-        under(recipe.settings),
-        torch.enable_grad(),  # some ops look at the mode; nothing is tracked below autograd
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS),
-    ):
+    with under(recipe.settings), below_autograd():
         overwritten = {recipe.inputs[index].record for index in written}
         for entry in recipe.inputs:
             storage = storage_of(entry.record)

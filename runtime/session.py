@@ -57,7 +57,7 @@ _HOOKS_REFUSED = (
     "run it outside of the block"
 )
 
-_open_session: weakref.ref[evict] | None = None
+_open_session: weakref.ref[evict] | None = None  # of this process: a forked one may open its own
 _open_lock = threading.Lock()
 
 
@@ -282,6 +282,14 @@ def _claim(session: evict) -> None:
                 "or use one block around both"
             )
         _open_session = weakref.ref(session)
+
+
+def _forget_session() -> None:
+    global _open_session, _open_lock
+    _open_session, _open_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_session)
 
 
 def _give_up(session: evict) -> None:

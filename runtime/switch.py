@@ -56,6 +56,8 @@ class Switch:
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,
         nobody has to see them. A closure is forward and backward once more, and they have to be seen."""
+        if self._core.abandoned:
+            return
         if self._in_backward_unseen:
             self._begin_writes([tensor for group in optimizer.param_groups for tensor in group["params"]])
         traced = self._tracer is not None and self._tracer.wanted
@@ -66,6 +68,8 @@ class Switch:
 
     def optimizer_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What comes next may be recorded again."""
+        if self._core.abandoned:
+            return
         self._end_writes()
         self.follow()
 
@@ -104,6 +108,8 @@ class Switch:
         run = autograd._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if self._core.abandoned:
+                return run(*args, **kwargs)
             self._core.gauge.sample_bytes()
             with self._unseen_backward() if self._needs_no_eye() else nullcontext():
                 return run(*args, **kwargs)
@@ -174,6 +180,8 @@ class Switch:
 
     def _turn(self, wanted: list[TorchDispatchMode]) -> None:
         recorded = self._recorder in self._on
+        if self._recorder not in wanted:
+            self._core.device.enforce(False)  # nobody hears of an op that finds no memory
         while self._on:
             self._on.pop().__exit__(None, None, None)
         for mode in wanted:

@@ -77,6 +77,8 @@ class Watch:
 
     def died(self, watched: Watched) -> None:
         """Called by a dying tensor, from anywhere. The step ends with the last one."""
+        if self._core.abandoned:
+            return
         with self._lock:
             ended = self._uncount(watched) and self.count == 0
             if ended:

@@ -142,12 +142,15 @@ class CudaCard:
         return cast(Event, torch.cuda.Event(enable_timing=True))
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        if torch._C._cuda_getDevice() != self.torch_device.index:
-            with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
-                to.copy_(source, non_blocking=True)
+        if torch._C._cuda_getDevice() == self.torch_device.index:
+            self._copy(to, source, stream)
             return
+        with torch.cuda.device(self.torch_device):  # which goes back to a card without a context by making none there
+            self._copy(to, source, stream)
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         home = cast(torch.cuda.Stream, self.current_stream())
-        # The block above asks PyTorch for the stream there is, which takes 6 µs on an H100.
+        # `torch.cuda.stream` asks PyTorch for the stream there is, which takes 6 µs on an H100.
         torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
         try:
             to.copy_(source, non_blocking=True)
@@ -191,7 +194,7 @@ class CudaCard:
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def fraction(self) -> float:
-        return float(torch.cuda.get_per_process_memory_fraction(self.torch_device))
+        return min(1.0, float(torch.cuda.get_per_process_memory_fraction(self.torch_device)))  # unset: may be more
 
     def expand_segments(self, on: bool) -> None:
         """What is set replaces all settings there were, and holds for every card (PyTorch's `AllocatorConfig`)."""
@@ -224,7 +227,7 @@ class CudaCard:
         stream = cast(torch.cuda.Stream, self.current_stream())
 
         def there() -> R:
-            with torch.cuda.stream(stream):
+            with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
                 return run()
 
         return there

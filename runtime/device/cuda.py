@@ -259,11 +259,12 @@ class CudaDevice:
 
     def _return_excess(self, use: MemoryUse) -> None:
         """Give back segments that nobody uses, if too much is reserved and there may be one. What could not be given
-        back the last time lies beside something that is in use, and to try again has the host wait for the card."""
-        idle_bytes = use.reserved_bytes - use.now_bytes
-        self._stuck_bytes = min(self._stuck_bytes, idle_bytes)
+        back the last time lies beside something that is in use, and to try again has the host wait for the card: it is
+        not, before more is unused or enough has been given back."""
         if self._most_reserved_bytes is None or use.reserved_bytes <= self._most_reserved_bytes:
+            self._stuck_bytes = 0
             return
+        idle_bytes = use.reserved_bytes - use.now_bytes
         if idle_bytes - self._stuck_bytes >= max(_SEGMENT_BYTES, int(_WORTH_IT * self._most_reserved_bytes)):
             self._card.empty_cache()
             left = self._card.memory_use()
