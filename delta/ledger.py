@@ -39,6 +39,7 @@ class Ledger:
         self.ops: dict[int, OpInfo] = {}
         self.held: dict[int, int] = {}  # the records Delta holds, in the order of their last uses, and its numbers
         self.copied: set[int] = set()  # records with a host copy, whole or under way
+        self.left_on_host: list[int] = []  # records whose host copies have been given up, until somebody frees them
         self.dead_ends: set[int] = set()  # records that an op reads, Delta does not have and no replay makes
         self.moved: set[int] = set()  # what others cost may have changed by these since somebody last cleared this
         self.touched: set[int] = set()  # these may go or stay now, or have been used, since somebody last cleared this
@@ -478,7 +479,8 @@ class Ledger:
     def forget_dead(self, candidates: Iterable[int]) -> tuple[list[int], list[int]]:
         """Remove those of `candidates` nobody can ask for any more, and what depended only on them.
 
-        Returns the ids forgotten, and those of records Delta still holds although nothing can ask for them.
+        Returns the ids forgotten, and those of records Delta still holds although nothing can ask for them. Of those
+        that the program still has, host copies are given up (`left_on_host`): it may write, and save them once more.
         """
         forgotten: list[int] = []
         idle: dict[int, None] = {}
@@ -487,6 +489,9 @@ class Ledger:
             rec = self.records.get(todo.pop())
             if rec is None or rec.handles or rec.users or rec.pins or rec.host in (Host.LEAVING, Host.COMING):
                 continue
+            if rec.alive and not rec.held and rec.host is Host.WHOLE:
+                self.set_host(rec.id, Host.NONE)
+                self.left_on_host.append(rec.id)
             if rec.held or (rec.alive and rec.encoded_bytes):
                 idle[rec.id] = None
             elif not rec.alive:

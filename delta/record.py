@@ -47,9 +47,9 @@ class Record:
 
     @property
     def depended_on(self) -> bool:
-        """Whether it matters what its bytes are: it is saved, or a recipe reads or makes it. Else the next version can
-        go on as this record."""
-        return self.handles > 0 or bool(self.users) or self.op is not None
+        """Whether it matters what its bytes are: it is saved, there is a copy of them, or a recipe reads or makes it.
+        Else the next version can go on as this record."""
+        return self.handles > 0 or self.host is not Host.NONE or bool(self.users) or self.op is not None
 
     @property
     def counted(self) -> bool:

@@ -10,7 +10,7 @@ from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.record import Host, Record
 from delta.room import Room
-from delta.types import Forget, Instruction, Kind, Leftover, Release
+from delta.types import Forget, FreeHost, Instruction, Kind, Leftover, Release
 
 
 class Settling:
@@ -32,7 +32,7 @@ class Settling:
         if lets_go:
             self._ledger.let_go(record)
             self._candidates.missing(rec)
-        buried = self.bury([record])
+        buried = self.bury([record]) if not lets_go or not rec.alive else []  # it may die of the release
         if lets_go and record in self._ledger:  # what was only an encoded form is forgotten at once
             return [Release(record), *buried]
         return buried
@@ -74,11 +74,12 @@ class Settling:
     def bury(self, records: Iterable[int]) -> list[Instruction]:
         """Forget those of the records that are dead and that no recipe reads, and what only they were kept for."""
         forgotten, idle = self._ledger.forget_dead(records)
-        return self.let_go_idle(forgotten, idle) if forgotten or idle else []
+        return self.let_go_idle(forgotten, idle) if forgotten or idle or self._ledger.left_on_host else []
 
     def let_go_idle(self, forgotten: list[int], idle: list[int]) -> list[Instruction]:
         """What the ledger has forgotten, and what nobody needs since."""
-        out: list[Instruction] = [Forget(record) for record in forgotten]
+        left, self._ledger.left_on_host = self._ledger.left_on_host, []
+        out: list[Instruction] = [*map(FreeHost, left), *map(Forget, forgotten)]
         for record in forgotten:
             self._candidates.makers.pop(record, None)
         for record in idle:

@@ -196,4 +196,13 @@ class Forget:
     record: int
 
 
-Instruction = Hold | Drop | SwapOut | SwapIn | AwaitOut | AwaitIn | Release | Encode | Decode | Preserve | Forget
+@dataclass(frozen=True, slots=True)
+class FreeHost:
+    """Nobody needs the copy on the host any more, though the program still has the storage: its host block goes."""
+
+    record: int
+
+
+Instruction = (
+    Hold | Drop | SwapOut | SwapIn | AwaitOut | AwaitIn | Release | Encode | Decode | Preserve | Forget | FreeHost
+)

@@ -50,7 +50,7 @@ from delta.runtime.swap import Swap
 from delta.runtime.versions import over
 from delta.runtime.view import is_shared
 from delta.runtime.watch import Watch
-from delta.runtime.writes import Writes
+from delta.runtime.writes import Writes, filled_unseen
 from delta.timeline import Timeline
 from delta.types import (
     AwaitIn,
@@ -59,6 +59,7 @@ from delta.types import (
     Drop,
     Encode,
     Forget,
+    FreeHost,
     Hold,
     Instruction,
     Kind,
@@ -376,6 +377,9 @@ class Core:
         lets go of it is of no interest."""
         self.device.computes()
         record = self.known(tensor)
+        if record is not None and self.filled_unseen(record, tensor):
+            self.writes.settle(self.writes.end([tensor], self.writes.begin([tensor])))
+            record = self.known(tensor)
         if record is None:
             record = self.create(tensor, Kind.ACTIVATION)
         engine = self.engine
@@ -404,6 +408,11 @@ class Core:
         if self.timeline.active:
             self.emit("saved", record=record, nbytes=rec.nbytes)
         return record
+
+    def filled_unseen(self, record: int, tensor: Tensor) -> bool:
+        """Whether the recipe of a record that is saved may not give what is there."""
+        recipe = self.slots[record].recipe
+        return recipe is not None and filled_unseen(recipe.facts, tensor)
 
     def _note_moment(self) -> None:
         """The engine was told of a save or a need; when that is on the device is of interest where the step may be
@@ -571,7 +580,10 @@ class Core:
                 case Preserve(record):
                     self._preserve(record)
                 case Forget(record):
-                    self._forget(record)
+                    self._free_host(self.slots.pop(record))
+                case FreeHost(record):
+                    if (slot := self.slots.get(record)) is not None:  # else it died of being let go of just now
+                        self._free_host(slot)
 
     def hold(self, record: int) -> None:
         """Take a reference to a storage that is alive."""
@@ -599,10 +611,10 @@ class Core:
         if kept is not None:
             self.by_key[storage._cdata] = kept  # the new version is looked up through the old storage
 
-    def _forget(self, record: int) -> None:
-        slot = self.slots.pop(record)
-        if slot.block is not None:
-            self.device.free(slot.block)
+    def _free_host(self, slot: Slot) -> None:
+        block, slot.block = slot.block, None
+        if block is not None:
+            self.device.free(block)
             self.engine.transfers.host_room()
 
     def own_time(self, ns: int) -> None:

@@ -82,6 +82,8 @@ class KeptTensors:
             core.device.computes()
             key = storage._cdata
             record, drops, gauge = core.by_key.get(key), order in routine.dropped, core.gauge
+            if record is not None and core.filled_unseen(record, tensor):
+                return None
             if gauge.on and (gauge.closely or drops or record is not None):
                 gauge.look()
             if not drops:

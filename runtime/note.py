@@ -79,7 +79,7 @@ class Made:
         if self.value is not None:
             return self.value if self.value._version == self.value_version else None
         tensor = self.tensor()
-        return tensor if tensor is not None and tensor._version == self.version else None
+        return tensor if tensor is not None and self.is_seen_through(tensor) else None
 
     def is_kept_as(self, tensor: Tensor, alias: Tensor) -> None:
         """`tensor` was saved, and lives on as `alias`."""
@@ -92,11 +92,13 @@ class Made:
 
 
 class Read(NamedTuple):
-    """A tensor that a noted call reads. It is there, and had that version then; or another note makes it; or it is on
-    the storage of a saved record. `view`: how it looks at that; None where it is the other note's result itself."""
+    """A tensor that a noted call reads. It is there, and had that version then (`given`: the program's own); or another
+    note makes it; or it is on the storage of a saved record. `view`: how it looks at that; None where it is the other
+    note's result itself."""
 
     tensor: Tensor | None = None
     version: int = 0
+    given: weakref.ref[Tensor] | None = None
     made: Made | None = None
     record: int = -1
     view: View | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from delta.runtime.handle import Handle
-from delta.runtime.note import Made, Note, NotedTensor
+from delta.runtime.note import Made, Note, NotedTensor, Read
 from delta.runtime.recompute import Input, Product, Recipe
 from delta.runtime.slots import Slot
 from delta.runtime.versions import counter_of, within_op
@@ -58,7 +58,7 @@ class NoteRecords:
             if read.made is not None:
                 inputs.append(Input(self._records[read.made], read.view or read.made.view))
             elif read.tensor is not None:
-                inputs.append(Input(self._record_read(read.tensor, read.version), View.of(read.tensor)))
+                inputs.append(Input(self._record_read(read, read.tensor), View.of(read.tensor)))
             else:
                 assert read.view is not None
                 inputs.append(Input(self._engine.ledger.resolve(read.record), read.view))
@@ -83,16 +83,16 @@ class NoteRecords:
         for record in outputs:
             slots[record].recipe = recipe
 
-    def _record_read(self, tensor: Tensor, version: int) -> int:
-        """The record of what a note keeps alive."""
-        core = self._core
+    def _record_read(self, read: Read, tensor: Tensor) -> int:
+        """The record of what a note keeps alive by `tensor`."""
+        core, given = self._core, read.given() if read.given is not None else None
         record = core.by_key.get(tensor.untyped_storage()._cdata)
         if record is None:
             record = core.create(tensor, Kind.PARAMETER if core.persistent.holds(tensor) else Kind.ACTIVATION)
         slot = core.slots[record]
-        if slot.seen is None or tensor._version != version:
-            slot.look_at(tensor)
-            slot.version = version
+        if slot.seen is None or tensor._version != read.version:
+            slot.look_at(tensor if given is None else given)  # the note's own does not live on
+            slot.version = read.version
         return record
 
     def _record_made(self, made: Made) -> int:

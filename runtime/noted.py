@@ -20,8 +20,9 @@ from delta.runtime import batch_norm
 from delta.runtime.made_again import MadeAgain
 from delta.runtime.note import Made, MadeRef, Note, NotedTensor, Read, Readers
 from delta.runtime.note_records import NoteRecords
-from delta.runtime.versions import over, within_op, without_graph
+from delta.runtime.versions import alias_of, over, within_op, without_graph
 from delta.runtime.view import View, is_plain, is_shared
+from delta.runtime.writes import filled_unseen
 from delta.types import Action, Kind
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Noted:
         self._tensors: list[weakref.ref[NotedTensor]] = []
         self.made: dict[int, Made] = {}  # by key of its storage, what forward may still read or save
         self.readers: Readers = {}  # of the notes of this step
+        self.records: set[int] = set()  # that they read
         self.given = False  # in this step they have got their records already
 
     @property
@@ -49,11 +51,11 @@ class Noted:
     @property
     def any(self) -> bool:
         """Whether a write in place could spoil something."""
-        return bool(self.made or self.readers)
+        return bool(self.made or self.readers or self.records)
 
     def knows(self, key: int) -> bool:
         """Whether notes make or read that storage."""
-        return key in self.made or key in self.readers
+        return key in self.made or key in self.readers or self._core.by_key.get(key) in self.records
 
     def keeps(self, key: int) -> bool:
         """Whether a note keeps that storage alive."""
@@ -64,6 +66,7 @@ class Noted:
         self._notes.clear()
         self._tensors.clear()
         self.made.clear()
+        self.records.clear()
         self.given = False
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -77,7 +80,7 @@ class Noted:
                 return None
             key = tensor.untyped_storage()._cdata
             if (made := self.made.get(key)) is not None:
-                if not made.is_seen_through(tensor):
+                if not made.is_seen_through(tensor) or is_shared(tensor):
                     return None
                 found.append(Read(made=made, view=None if made.tensor() is tensor else View.of(tensor)))
             elif (record := core.by_key.get(key)) is not None and self._is_saved(record):
@@ -120,6 +123,7 @@ class Noted:
                 readers[key] = readers.get(key, 0) + 1
             for record in note.records:
                 ledger.save(record, ledger.records[record].saved_at)
+            self.records.update(note.records)
             overwritten = note.overwritten
             for tensor in results:
                 storage = tensor.untyped_storage()
@@ -153,14 +157,14 @@ class Noted:
         known by `key`."""
         core, engine = self._core, self._engine
         made = self.made.get(key)
-        if made is None or not made.is_seen_through(tensor):
+        if made is None or not made.is_seen_through(tensor) or filled_unseen(made.note.facts, tensor):
             return None
         now_ns = time.perf_counter_ns()
         with core.lock:
             first = made.kept is None
             if made.kept is None:
                 made.kept = engine.expected.keep(order, key, signature, made.nbytes, core.next_id, now_ns, noted=True)
-            elif not engine.expected.again(made.kept, order, signature):
+            elif not made.kept.users or not engine.expected.again(made.kept, order, signature):
                 return None
         if (kept := made.kept) is None:
             return None
@@ -257,4 +261,4 @@ class Noted:
 
 def _kept_alive(tensor: Tensor) -> Read:
     with within_op():  # it goes on telling of writes
-        return Read(without_graph(tensor), tensor._version)
+        return Read(alias_of(tensor), tensor._version, weakref.ref(tensor))

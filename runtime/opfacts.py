@@ -43,8 +43,12 @@ _NEVER = {
 _UNORDERED_ON_CUDA = {
     "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_put",
     "index_put_", "_index_put_impl_", "put", "put_", "bincount", "histc", "cumsum", "cumprod", "logcumsumexp",
-    "index_reduce", "index_reduce_", "index_copy", "index_copy_", "scatter", "scatter_", "embedding_bag", "_embedding_bag", "ctc_loss",
-    "_ctc_loss", "_cudnn_ctc_loss", "nll_loss2d_forward", "max_unpool2d", "max_unpool3d", "cudnn_convolution_transpose",
+    "index_reduce", "index_reduce_", "index_copy", "index_copy_", "scatter", "scatter_", "embedding_bag",
+    "_embedding_bag", "ctc_loss", "_ctc_loss", "_cudnn_ctc_loss", "nll_loss2d_forward", "max_unpool2d",
+    "max_unpool3d", "cudnn_convolution_transpose",
+}  # fmt: skip
+_UNFILLED = {
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 }  # fmt: skip
 _CUDNN_CHOOSES = {
     "convolution", "_convolution", "convolution_overrideable", "cudnn_convolution", "cudnn_convolution_transpose",
@@ -62,6 +66,8 @@ class OpFacts:
     position of the argument that says whether a convolution is; it runs as the gradient of another one there, which may
     add up in any order.
 
+    `unfilled`: it gives memory that somebody has to fill.
+
     `in_place`: of an element-wise op, the overload that does the same into its first argument.
     """
 
@@ -75,6 +81,7 @@ class OpFacts:
     training: int | None
     transposed: int | None
     view: bool  # its results share an input's storage and nothing is written
+    unfilled: bool
     in_place: OpOverload | None
     idle: bool  # a view, or it gives no tensor at all (a number, a mark for the profiler) and writes none
     writes: bool
@@ -154,6 +161,7 @@ def _facts(func: OpOverload) -> OpFacts:
         training=names.index("training") if statistics and "training" in names else None,
         transposed=names.index("transposed") if "transposed" in names else None,
         view=view,
+        unfilled=func.namespace == "aten" and short in _UNFILLED,
         in_place=_in_place(func) if may and not mutates and torch.Tag.pointwise in tags else None,
         idle=view or not (mutates or statistics or any("Tensor" in str(result.type) for result in schema.returns)),
         writes=bool(mutates or statistics),

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView  # where aliases get the counter of their base
 
@@ -42,9 +43,12 @@ def within_op() -> AbstractContextManager[None]:
 
 def without_graph(tensor: Tensor) -> Tensor:
     """The tensor without the node that made it, which may be the one that saves it: neither would ever die."""
-    if tensor.is_leaf:
-        return tensor
-    if type(tensor) is not Tensor or not torch._C._len_torch_dispatch_stack():
+    return tensor if tensor.is_leaf else alias_of(tensor)
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Another tensor on the same storage: it stays there, should the first be given other data."""
+    if type(tensor) not in (Tensor, Parameter) or not torch._C._len_torch_dispatch_stack():
         return tensor.detach()
     with torch._C._DisableTorchDispatch():
         return tensor.detach()

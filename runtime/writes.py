@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from delta.errors import StorageModifiedError
+from delta.runtime.opfacts import OpFacts
+from delta.runtime.view import is_shared
 from delta.types import Kind, OpInfo, Preserve
 
 if TYPE_CHECKING:
@@ -71,6 +73,12 @@ class Writes:
             if self._core.slots[source].written_unseen:
                 self._core.engine.written_unseen()
                 raise refusal(op.name, self._core.engine.ledger[source].nbytes)
+
+
+def filled_unseen(facts: OpFacts, tensor: Tensor) -> bool:
+    """Whether what an op made, and is saved now, may have got its content from somebody that nobody sees: then the op
+    does not give it again (rule 19)."""
+    return facts.unfilled or is_shared(tensor)
 
 
 def refusal(op: str, nbytes: int) -> StorageModifiedError:

@@ -19,6 +19,7 @@ from delta.types import (
     AwaitOut,
     Drop,
     Forget,
+    FreeHost,
     Hold,
     Kind,
     Link,
@@ -152,8 +153,19 @@ def test_what_was_swapped_comes_back_and_the_next_is_prefetched():
     # need 2: nothing to start; served, then 1 fits beside it
     assert toy.need(2, 50) == [SwapIn(1)]
     assert toy.unsave(2) == [Release(2), Forget(2)]
-    assert toy.use(1, 60) == [Release(1), Forget(1)]
+    assert toy.use(1, 60) == [Release(1), Forget(1), FreeHost(1)], "unless it dies of the release"
     assert toy.engine.totals.swapped_in_bytes == 200
+
+
+def test_what_the_program_still_has_keeps_no_host_copy_that_nobody_needs():
+    """It may write into it, and save it once more."""
+    toy = Toy(250, SWAP)
+    forward(toy, 3)
+    toy.need(1, 40)
+    toy.program.add(1)
+    toy.unsave(3), toy.unsave(2)
+    assert FreeHost(1) in toy.unsave(1)
+    assert toy.engine.ledger[1].host is Host.NONE and 1 in toy.engine.ledger
 
 
 def coming_back() -> Toy:

@@ -23,6 +23,7 @@ from delta.types import (
     Encode,
     Encoding,
     Forget,
+    FreeHost,
     Hold,
     Instruction,
     Kind,
@@ -214,6 +215,8 @@ class Toy:
             case Preserve(record):
                 self.mine.add(record)
                 self.encoded.discard(record)
+            case FreeHost(record):
+                pass
             case Forget(record):
                 assert record not in self.mine
                 self.encoded.discard(record)

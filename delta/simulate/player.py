@@ -23,6 +23,7 @@ from delta.types import (
     Encode,
     Encoding,
     Forget,
+    FreeHost,
     Hold,
     Instruction,
     Kind,
@@ -395,7 +396,7 @@ class Player:
                     self._allocate(record, self.machine.nbytes[record], from_right)
                     self._coming[record] = self.machine.copy_in(record)
                     self.engine.transfers.coming()
-                case Hold(record) | Forget(record):
+                case Hold(record) | Forget(record) | FreeHost(record):
                     self._discard_encoded(record)
                 case Preserve(_):
                     pass  # the machine's storages have no owner, and old versions are storages of their own
