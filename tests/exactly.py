@@ -17,7 +17,7 @@ from delta.report import Report
 
 POLICIES = ("swap", "recompute", "delta")
 DEVICES = ("cpu", "chaos:1")
-STEPS = 4  # the first is observed, the last is planned
+STEPS = 7  # observed, refined twice, and followed as a routine
 Way = tuple[str, str, str]  # policy, device, share
 # Every policy on both devices, each at both limits: nothing fits, and some of it does.
 WAYS: list[Way] = [(policy, device, share) for policy in POLICIES for device in DEVICES for share in ("0%", "40%")]

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-STEPS = 4  # observed, planned, refined, and once more
+STEPS = 7  # observed, planned, refined twice, and followed as a routine
 POLICIES = ["delta", "delta-paper", "swap", "recompute"]
 
 

@@ -633,7 +633,7 @@ def sequences_of_any_length() -> list[Tensor]:
 @program
 def a_last_batch_that_is_smaller() -> list[Tensor]:
     model = nn.Sequential(network(), nn.BatchNorm1d(4))
-    sizes = [6, 6, 2, 6, 6, 2]
+    sizes = [6, 6, 2] * 3
     optimiser, found = sgd(model), []
     for size in sizes:
         model(torch.randn(size, 8)).square().sum().backward()
