@@ -8,13 +8,15 @@ such a write, and it comes early enough to keep the old value for the recipes th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._dynamo import eval_frame, trace_rules
+from torch._dynamo import convert_frame, eval_frame, trace_rules
+from torch._dynamo.callback import callback_handler
 
 from delta.runtime.view import is_plain
 
@@ -44,6 +46,19 @@ def compiled_calls() -> int:
         calls += code.co_name == "compile_wrapper" and code.co_filename == eval_frame.__file__
         frame = frame.f_back
     return calls
+
+
+@contextmanager
+def heard_of_compilation(call: Callable[[], None]) -> Iterator[None]:
+    """While entered, `call` is made whenever `torch.compile` is about to compile something, and at once if it has."""
+    if convert_frame.output_codes.seen_ids:
+        call()
+    told = callback_handler.register_start_callback(lambda _: call())
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # Dynamo may have been reset
+            callback_handler.remove_start_callback(told)
 
 
 class AnnouncedWrites:

@@ -150,7 +150,9 @@ class Core:
     def abandon(self) -> None:
         """In a forked process, such as a data loader's worker: what it has inherited of the block does nothing there.
         The threads behind it are gone, a card cannot be used, and a lock may be held for ever."""
-        self.abandoned, self.lock = True, threading.RLock()
+        if self.depth and self._collects:  # another thread was in here
+            gc.enable()
+        self.abandoned, self.lock, self.depth = True, threading.RLock(), 0
         self.owner = threading.get_ident()  # so the recorder takes all ops for Delta's own
         self.at_unpack = _refuse_in_child
 
@@ -286,7 +288,6 @@ class Core:
 
     def recorded(self, op: OpInfo, recipe: Recipe | None, untimed: Any) -> None:
         """An op ran. `untimed`: the token that will say later how long that took; None if that is known."""
-        self.device.computes()
         for record in op.outputs:
             self.slots[record].recipe = recipe
         self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))

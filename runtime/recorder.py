@@ -151,6 +151,8 @@ class Recorder(TorchDispatchMode):
             new_versions = core.writes.end(written, preserved) if written else {}
             products = self._products(results, call.tensors, new_versions)
             if products:
+                if not call.tensors or any(tensor.device == core.device.torch_device for tensor in call.tensors):
+                    core.device.computes()  # else it has only copied to here, on a stream that may be for that alone
                 recipe = None
                 if inputs is not None and self._replayable(facts, args, results, generator, refusals):
                     again_ns = self._again_ns(func, args, results, products)

@@ -24,7 +24,7 @@ from delta.errors import BudgetError, NestedSessionError
 from delta.policies.loader import load
 from delta.report import Report
 from delta.runtime.addresses import DeviceAddresses
-from delta.runtime.compiled import AnnouncedWrites
+from delta.runtime.compiled import AnnouncedWrites, heard_of_compilation
 from delta.runtime.core import Core
 from delta.runtime.daemon import Daemon
 from delta.runtime.device import Device, make_device
@@ -225,6 +225,7 @@ class evict(ContextDecorator):
         self._switch = switch = Switch(recorder, core, self._tracer)
         stack.callback(switch.off)
         core.at_pack, core.at_unpack = switch.follow, switch.step_aside
+        stack.enter_context(heard_of_compilation(switch.compiles))
         switch.follow()
         stack.callback(register_optimizer_step_pre_hook(switch.optimizer_begins).remove)
         stack.callback(register_optimizer_step_post_hook(switch.optimizer_ended).remove)

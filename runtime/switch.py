@@ -15,6 +15,7 @@ from delta.runtime.asker import runs_the_program_s_code
 from delta.runtime.compiled import compiled_calls
 from delta.runtime.core import Core
 from delta.runtime.recorder import Recorder
+from delta.runtime.sharded import may_be_sharded
 from delta.runtime.tracer import Tracer
 from delta.runtime.view import is_plain
 
@@ -31,7 +32,7 @@ class Switch:
         self._recorder, self._core, self._tracer = recorder, core, tracer
         self._depth = core.modes_below = torch._C._len_torch_dispatch_stack()
         self._compiled_calls = compiled_calls()
-        self._compiled_seen = False
+        self._compiles = False  # something has been compiled in this process
         self._on: list[TorchDispatchMode] = []  # the last one on top
         self._held_off = False
         self._in_backward_unseen = False
@@ -44,14 +45,14 @@ class Switch:
         if not self._on or not as_planned:  # else it is as it was at the first save
             self._follow(self._wanted())
         if torch._C._current_graph_task_id() == -1:
-            self._core.device.enforce(self._recorder in self._on and not self._compiles())
+            heard = self._recorder in self._on and not self._compiles and not may_be_sharded()
+            self._core.device.enforce(heard)
 
-    def _compiles(self) -> bool:
-        """Whether compiled code has been seen to run: nobody hears of what that finds no memory for. Looked for only
-        where a budget is to be enforced."""
-        if self._core.gauge.on and not self._compiled_seen:
-            self._compiled_seen = compiled_calls() != self._compiled_calls
-        return self._compiled_seen
+    def compiles(self) -> None:
+        """Code is compiled. Nobody hears of what that finds no memory for, as of weights that FSDP gathers."""
+        self._compiles = True
+        if not self._core.abandoned:
+            self._core.device.enforce(False)
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,

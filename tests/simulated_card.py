@@ -106,6 +106,7 @@ class SimulatedCard:
     torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     ran: list[str] = field(default_factory=list)
     limited_to: float = 1.0
+    own_allocator: bool = True
     expands: bool = False
     emptied: int = 0
     spun_ns: int = 0
@@ -205,6 +206,9 @@ class SimulatedCard:
 
     def memory_use(self) -> MemoryUse:
         return MemoryUse(*self.use)
+
+    def counts(self) -> bool:
+        return self.own_allocator
 
     def total_bytes(self) -> int:
         return 2**30

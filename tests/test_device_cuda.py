@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from simulated_card import SimulatedCard, SimulatedStream
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta.config import HostConfig
-from delta.errors import HostFullError, SwapError
+from delta.errors import BudgetError, HostFullError, SwapError
+from delta.runtime import cudnn
 from delta.runtime.device import make_device
 from delta.runtime.device.base import Ticket
 from delta.runtime.device.cuda import CudaDevice
@@ -335,6 +337,21 @@ def test_what_cannot_be_given_back_is_not_tried_again_at_each_look(card: Simulat
         device.in_use()
         emptied.append(card.emptied)
     assert emptied == [1, 0, 0, 1, 0, 0, 0, 1]
+    device.close()
+
+
+def test_with_another_allocator_there_is_no_budget_and_no_convolution_is_replayed(
+    card: SimulatedCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would not say what is in use, nor what it refuses."""
+    monkeypatch.setattr("delta.runtime.cudnn._fell_back", Event())
+    CudaDevice(card, HostConfig()).close()
+    assert not cudnn.fell_back()
+    card.own_allocator = False
+    device = CudaDevice(card, HostConfig())
+    assert cudnn.fell_back() and device.memory_blocks() is None
+    with pytest.raises(BudgetError, match=r"budget= needs PyTorch's own allocator.*give activations="):
+        device.cap(2**28)
     device.close()
 
 

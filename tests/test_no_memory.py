@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import CASES, train
+from torch._dynamo import convert_frame
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
@@ -113,24 +115,32 @@ def test_only_where_somebody_makes_room_is_memory_refused(monkeypatch, share, re
     assert not enforced[0]
 
 
-@pytest.mark.parametrize("backward", [True, False])
-def test_code_that_was_compiled_is_refused_nothing(monkeypatch, backward):
+@pytest.mark.parametrize("before", [True, False])
+def test_where_code_is_compiled_nothing_is_refused(monkeypatch, before):
     """Its kernels ask for memory below the recorder, so nobody would make room and ask again."""
-    compiled, enforced = [0], list[bool]()
-    monkeypatch.setattr("delta.runtime.switch.compiled_calls", lambda: compiled[0])
+    enforced = list[bool]()
     monkeypatch.setattr(CpuDevice, "enforce", lambda self, on: enforced.append(on))
+    monkeypatch.setattr(convert_frame.output_codes, "seen_ids", {1} if before else set())
     x = torch.linspace(-1, 1, 600).requires_grad_()
+    told = len(callback_handler.start_callbacks)
     with delta.evict(budget="90%", policy=policy("recompute"), device="cpu"):
         loss = x.sin().exp()
-        assert enforced[-1]
-        compiled[0] = 1
-        loss = loss.sin()
+        assert enforced[-1] is not before
+        callback_handler.run_start_callbacks(CallbackArgs(CallbackTrigger.DYNAMO, "0/0"))
         assert not enforced[-1]
-        compiled[0] = 0
-        loss = loss.exp()
+        loss = loss.sin()
         assert not enforced[-1], "it may be called again at any time"
-        if backward:
-            loss.sum().backward()
+        loss.sum().backward()
+    assert len(callback_handler.start_callbacks) == told
+
+
+def test_where_weights_are_gathered_nothing_is_refused(monkeypatch):
+    enforced = list[bool]()
+    monkeypatch.setattr(CpuDevice, "enforce", lambda self, on: enforced.append(on))
+    monkeypatch.setattr("delta.runtime.switch.may_be_sharded", lambda: True)
+    with delta.evict(budget="90%", policy=policy("recompute"), device="cpu"):
+        torch.linspace(-1, 1, 600).requires_grad_().sin().exp().sum().backward()
+    assert True not in enforced
 
 
 class DrawsInVain(TorchDispatchMode):

@@ -88,6 +88,10 @@ class Accelerator(Protocol):
 
     def memory_use(self) -> MemoryUse: ...
 
+    def counts(self) -> bool:
+        """Whether the allocator is PyTorch's own, which counts all that `MemoryUse` has and can be capped."""
+        ...
+
     def total_bytes(self) -> int: ...
 
     def memory_blocks(self) -> list[MemoryBlock]:
@@ -173,12 +177,17 @@ class CudaCard:
 
     def memory_use(self) -> MemoryUse:
         """In one question, without the flat and sorted copy that `memory_allocated` makes of the answer."""
+        if not self.counts():
+            return MemoryUse(0, 0, 0)
         facts = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         if not facts:  # nothing has been asked for yet
             return MemoryUse(0, 0, 0)
         allocated, reserved = facts["allocated_bytes"]["all"], facts["reserved_bytes"]["all"]
         given = allocated["current"], allocated["peak"], allocated["allocated"]
         return MemoryUse(*given, reserved["current"], facts["num_ooms"])
+
+    def counts(self) -> bool:
+        return torch.cuda.get_allocator_backend() == "native"
 
     def total_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
@@ -199,7 +208,7 @@ class CudaCard:
     def expand_segments(self, on: bool) -> None:
         """What is set replaces all settings there were, and holds for every card (PyTorch's `AllocatorConfig`)."""
         before = self._settings
-        if on is (before is not None) or torch.cuda.get_allocator_backend() != "native":
+        if on is (before is not None) or not self.counts():
             return
         now = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
         if before is None:

@@ -22,7 +22,8 @@ import psutil
 import torch
 
 from delta.config import HostConfig
-from delta.errors import HostFullError, SwapError
+from delta.errors import BudgetError, HostFullError, SwapError
+from delta.runtime import cudnn
 from delta.runtime.device.accelerator import Accelerator, Event, MemoryUse, Stream
 from delta.runtime.device.base import Bandwidth, Direction, HostBlock, MemoryBlock, OpClock, R, Ticket
 from delta.runtime.device.cuda_clock import EventClock
@@ -91,6 +92,8 @@ class CudaDevice:
         self._stuck_bytes = 0  # reserved, not given out, and not to be given back
         self._enforced = self._closed = False
         self._last_use = card.memory_use()
+        if not card.counts():
+            cudnn.note_fall_back()  # nobody would tell of one
         self._spilling = (
             None if host.spill_dir is None else _Spilling(card, host.spill_dir, self._streams, self._computing)
         )
@@ -121,8 +124,8 @@ class CudaDevice:
     def refusals(self) -> int:
         return self._card.memory_use().refusals
 
-    def memory_blocks(self) -> list[MemoryBlock]:
-        return self._card.memory_blocks()
+    def memory_blocks(self) -> list[MemoryBlock] | None:
+        return self._card.memory_blocks() if self._card.counts() else None
 
     def copy_out(self, storage: torch.UntypedStorage) -> Ticket:
         self._refuse_if_closed()
@@ -236,6 +239,11 @@ class CudaDevice:
         self._card.empty_cache()
 
     def cap(self, budget_bytes: int | None) -> None:
+        if budget_bytes is not None and not self._card.counts():
+            raise BudgetError(
+                "budget= needs PyTorch's own allocator, which says what is in use, and another one is set "
+                "(PYTORCH_CUDA_ALLOC_CONF=backend:..., or a pluggable one); take that back, or give activations="
+            )
         if budget_bytes is not None and self._most_reserved_bytes is None:
             self._program_s_fraction = self._card.fraction()
         self._most_reserved_bytes = None if budget_bytes is None else int(budget_bytes * RESERVED_RATIO)
