@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
@@ -248,6 +248,8 @@ class Core:
         if self.persistent.refilled(tensor):
             return None
         record = self.known(tensor)
+        if record is not None and self._became_parameter(record, tensor):
+            record = None
         if record is None:
             record = self._seen_first(tensor)
         if record is None:
@@ -260,6 +262,14 @@ class Core:
         elif slot.written_unseen:
             return None
         return record
+
+    def _became_parameter(self, record: int, tensor: Tensor) -> bool:
+        """Whether an activation that nobody has saved is a parameter's data by now (`p.data = p.data - ...`): then no
+        recipe goes back to what it was made of."""
+        rec = self.engine.ledger.records[record]
+        if rec.kind is not Kind.ACTIVATION or rec.op is None or rec.handles or rec.held:
+            return False
+        return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
     def _seen_first(self, tensor: Tensor) -> int | None:
         if self.persistent.holds(tensor):

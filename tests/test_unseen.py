@@ -76,6 +76,31 @@ def test_a_state_that_is_carried_over_and_partly_reset(policy: str, device: str,
         assert same(run(), plain)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_that_are_given_other_data_after_each_step(policy: str) -> None:
+    """With gradients on, so that ops are recorded. What is made of such a weight can be made again as ever."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(64, 64), nn.Tanh())])
+        found, x = list[Tensor](), torch.randn(128, 64)
+        for _ in range(STEPS):
+            net(x).square().mean().backward()
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                found.append(parameter.grad)
+                parameter.data = parameter.data - 0.1 * parameter.grad
+                parameter.grad = None
+        return found
+
+    plain = run()
+    with block(policy, "40%") as told:
+        assert same(run(), plain)
+    report = told.report()
+    assert report.peak_activation_bytes <= 0.4 * report.unevicted_peak_activation_bytes
+    assert not any("cannot be held" in warning for warning in report.warnings)
+
+
 def test_what_the_program_still_has_keeps_no_room_on_the_host() -> None:
     net, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(256, 64)
     with block("swap") as run:
