@@ -27,7 +27,7 @@ OUTPUT, MEAN, INVSTD = range(3)  # its results
 NEEDED = 3  # of its arguments, that many from the first on matter to `output`: input, weight, bias
 _TRAINING = 5  # position among them
 _AS_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FULL_PRECISION = (torch.float32, torch.float64)
+FULL_PRECISION = (torch.float32, torch.float64)
 
 
 def output(args: Sequence[Any], mean: Tensor, invstd: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _in_one_loop(args: Sequence[Any], results: Sequence[Tensor]) -> bool:
     if x.device.type != "cpu" or not all(each.is_contiguous() for each in channels if each is not None):
         return False
     dtype = results[INVSTD].dtype
-    if dtype not in _FULL_PRECISION or any(each.dtype is not dtype for each in channels[:2] if each is not None):
+    if dtype not in FULL_PRECISION or any(each.dtype is not dtype for each in channels[:2] if each is not None):
         return False
     if x.is_contiguous():
         return True

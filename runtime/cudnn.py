@@ -44,12 +44,20 @@ def note_fall_back() -> None:
     _fell_back.set()
 
 
+def refused(facts: OpFacts, device: Device, refusals: int) -> bool:
+    """Whether the allocator had nothing to give to a call that has just ended: then it fell back. `refusals`: those
+    before it."""
+    if facts.refusals(device) == refusals:
+        return False
+    note_fall_back()
+    return True
+
+
 def by_first_choice(facts: OpFacts, device: Device, run: Callable[[], R]) -> R:
     """Replay a call by the algorithm of the first time. OutOfMemoryError where there is no memory for that."""
     refusals = facts.refusals(device)
     result = _in_a_new_thread(device, run) if facts.cudnn_chooses and fell_back() else run()
-    if facts.refusals(device) != refusals:
-        note_fall_back()
+    if refused(facts, device, refusals):
         raise torch.OutOfMemoryError(
             f"replaying {facts.name} found no memory for the algorithm it ran with, and another gives other bits. "
             "Leave more free for workspaces (budget.reserve in the policy), or give a smaller batch."

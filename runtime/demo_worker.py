@@ -48,6 +48,7 @@ from delta.trace import Recording
 from delta.units import Bytes, parse_size
 
 TRACED_STEPS = 5
+COLD_STEPS = 2  # of them: first-touch page faults
 _NO_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -55,7 +56,6 @@ _NO_MEMORY = (
     "unable to find an engine to execute this computation",  # cuDNN, where none has room for what it works with
     "DefaultCPUAllocator: can't allocate memory",
 )
-COLD_STEPS = 2  # of them: first-touch page faults
 
 
 @dataclass(frozen=True, slots=True)

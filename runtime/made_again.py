@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from delta.runtime.core import Core
 
 
-_FULL_PRECISION = frozenset({torch.float32, torch.float64})
-
-
 class MadeAgain:
     """Walks along notes; an explicit list, no recursion (rule 7). All calls come from inside `Core.entered`."""
 
@@ -179,7 +176,7 @@ def _nobody_s(note: Note, uses: Mapping[Made, int]) -> Made | None:
     read = first.made
     if read is None or made is None or first.view is not None or read.value is None or read.asked_for:
         return None
-    alike = (read.view, read.nbytes) == (made.view, made.nbytes) and made.view.dtype in _FULL_PRECISION
+    alike = (read.view, read.nbytes) == (made.view, made.nbytes) and made.view.dtype in batch_norm.FULL_PRECISION
     return read if alike and uses[read] == 1 and read.value._version == read.value_version else None
 
 

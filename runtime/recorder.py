@@ -267,9 +267,7 @@ class Recorder(TorchDispatchMode):
     ) -> bool:
         """Whether a replay of the call that has just ended gives the same bits. `refusals` are those before it."""
         device = self._core.device
-        if facts.refusals(device) != refusals:
-            cudnn.note_fall_back()
-        may = facts.replays_on(device.kind, args)
+        may = not cudnn.refused(facts, device, refusals) and facts.replays_on(device.kind, args)
         if not may and facts.cudnn_chooses and cudnn.searches():
             self._core.engine.totals.warn("cudnn.benchmark", _SEARCHED)
         return may and (not facts.seeded or generator is not None) and all(map(is_plain, results))

@@ -136,9 +136,7 @@ class Tracer(TorchDispatchMode):
         """Whether Delta's recorder makes a recipe for the op: in forward, and where gradients are on. `refusals` are
         those before it."""
         device = self._core.device
-        if facts.refusals(device) != refusals:
-            cudnn.note_fall_back()
-        may = facts.replays_on(device.kind, args)
+        may = not cudnn.refused(facts, device, refusals) and facts.replays_on(device.kind, args)
         recorded = torch.is_grad_enabled() and not _in_backward()
         return may and recorded and all(is_plain(tensor) for tensor in results)
 

@@ -160,6 +160,29 @@ def test_what_others_fill(policy: str, share: str, make: Callable[..., Tensor], 
     assert run.report().evictions
 
 
+def test_what_a_noted_call_has_made_and_others_fill_before_it_is_saved() -> None:
+    net, filled = layers(), list[int]()
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        x = torch.randn(16, 24)
+        for layer in net:
+            h = layer(x) + 1.0
+            if filled:
+                through_numpy(h.detach())
+            x = h.cos()
+        return x.square().mean()
+
+    filled.append(1)
+    expected = plain_gradients(net, loss)
+    filled.clear()
+    with planned(loss, of("aten.add", RECOMPUTE)):
+        net.zero_grad()
+        filled.append(1)
+        loss().backward()
+    assert same(gradients(net), expected)
+
+
 # -- other data -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("how", ["data", "set_"])
 def test_what_a_note_reads_is_given_other_data(how: str) -> None:

@@ -183,11 +183,13 @@ def search(
                 return trial
 
             try:
-                found.append(_search(model, way, attempt, options, plain))
+                one = _search(model, way, attempt, options, plain)
             except DeltaError as error:
                 failed[f"{model}, {way}"] = str(error)
+            else:
+                found.append(one)
+                plain = plain or one
             so_far(result())
-            plain = found[-1] if way == PLAIN and found and found[-1].model == model else plain
             if plain is None:
                 break
     return result()
