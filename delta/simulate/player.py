@@ -35,9 +35,7 @@ from delta.types import (
     SwapOut,
 )
 
-COUNTED = (
-    0.25  # of what an event takes, where its storage is only counted: 12 and 8 µs of 38 and 47 (design, section 12)
-)
+COUNTED = 0.25  # of what an event takes, where its storage is only counted: 12 and 8 µs of 38 and 47 (docs/overhead.md)
 
 
 class Thrash(Exception):
