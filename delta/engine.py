@@ -116,7 +116,7 @@ class Engine:
         self._largest_bytes = 0
         self._lost_ns = 0
         self._position = 0  # needs of this step that plans have been followed for
-        self._failed: BudgetError | None = None
+        self._stopped = False  # the step under way has been, by an error that `strict` asks for
         self._recording = False
         self._backward_writes = False
         self._evicts = not budget.unlimited and set(policy.director.actions) != {Action.KEEP}
@@ -214,6 +214,8 @@ class Engine:
             return []
         records = [self.ledger.records[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
+        if self.learner.too_long and not self.learner.in_step:
+            return self._cut()
         return self._make_for_more_of(op, now_ns)
 
     def op_noted(self, op: OpInfo, module: str, gone: Iterable[int]) -> None:
@@ -252,6 +254,8 @@ class Engine:
         """An op of forward ran, and has been recorded. `call`: what the runtime knows it by; `made`: it was the last
         one told of by `op_ran`."""
         self.learner.called(call, made)
+        if self.learner.too_long:
+            self.learner.forget()
 
     @property
     def routine(self) -> Routine | None:
@@ -284,7 +288,6 @@ class Engine:
         begins, plans_before, began_ns = not self.learner.in_step, self.planning.made, 0
         if begins:
             began_ns = self._clock()
-            self._raise_failed()
             self.ledger.restart_peaks()
             self.learner.begin(self._recording)
             self.learner.standing_bytes = self.ledger.resident_bytes if self.ledger.left_over else 0
@@ -343,17 +346,22 @@ class Engine:
         """An op of the program is about to make storages of `nbytes` that will be saved: have room for them."""
         return self._room.make(nbytes, now_ns)
 
-    def _raise_failed(self) -> None:
-        """With `strict: true`, a step that missed its budget without having been stopped stops the next one."""
-        failed, self._failed = self._failed, None
+    def raise_failed(self) -> None:
+        """With `strict: true`, raise what a budget that cannot be held has come to since the last time. To be called
+        where the program can be told, when all that the engine asked for has been done."""
+        failed, self.totals.failed = self.totals.failed, None
         if failed is not None:
-            raise failed
+            self._stopped = self.learner.in_step
+            try:
+                raise failed
+            finally:
+                del failed  # or this frame, its traceback and all that leads here would live until a collection
 
     def loose(self, record: int) -> None:
         """Nobody but Delta holds the storage of a saved record any more: evicting it would free its bytes at once."""
         self._settling.loose(record)
 
-    def before_overwrite(self, record: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
+    def before_overwrite(self, record: int, in_backward: bool = False) -> list[Instruction]:
         """An op is about to write into the storage of `record`."""
         rec = self.ledger.records[record]
         if in_backward and not self._backward_writes:
@@ -367,7 +375,7 @@ class Engine:
             out.append(Preserve(record))
         return out
 
-    def overwritten(self, old: int, new: int, preserved: bool, now_ns: int) -> list[Instruction]:
+    def overwritten(self, old: int, new: int, preserved: bool) -> list[Instruction]:
         """The storage of `old` now holds the version `new` (already created). `old` lives on until `version_ended`."""
         rec = self.ledger.records[old]
         if rec.handles:
@@ -569,27 +577,31 @@ class Engine:
             self._headroom.new_step()
         if self.planning.made > plans_before:
             self.totals.planned(True, self._clock() - began_ns)
-        out = self._settling.let_go_idle(*ledger.cut())
+        self._largest_bytes = 0
+        self._position = 0
+        return self._cut()
+
+    def _cut(self) -> list[Instruction]:
+        """Recipes are of no more use, but for what is missing and left over."""
+        out = self._settling.let_go_idle(*self.ledger.cut())
         self._room.new_step()
         self._recall.new_step()
         self._descent.new_step()
-        self._largest_bytes = 0
-        self._position = 0
         return out
 
     def _tell_shortage(self, peak_bytes: int) -> None:
         """Warn, or get ready to raise, if the step that ended was over its limit by more than its rounding. A share is
         known only now."""
-        limit = self.limit_bytes
+        limit, stopped, self._stopped = self.limit_bytes, self._stopped, False
         if self._headroom is not None:
             peak_bytes, limit = self._headroom.peak_bytes, self.budget.device_bytes
         if limit is None or peak_bytes <= MISSED * limit:
             return
         shortage = self._room.shortage_of(limit, peak_bytes)
-        if self.policy.budget.strict:
-            self._failed = BudgetError(str(shortage))
-        else:
+        if not self.policy.budget.strict:
             self.totals.warn("budget", str(shortage))
+        elif not stopped:
+            self.totals.failed = BudgetError(str(shortage))
 
     def watched_step(self, peak_bytes: int) -> None:
         """A step ended that was only watched (mode idle): nothing was evicted, nothing is learned."""

@@ -23,6 +23,7 @@ TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often
 KINDS = 64  # kinds of step remembered, the least recently used forgotten first
 ROOMIER = 1.05  # ... or when the limit has grown by this (a device budget follows what else is in use)
 LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
+MOST_OPS = 3 * LONGEST  # ops of one, or ops in a row that save nothing
 TIGHTEST = 0.9  # share of the limit that plans aim at least at
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 MOVED = 0.01  # ... or when what is in use beside counted activations has grown by this share of the limit
@@ -265,6 +266,18 @@ class Learner:
             self.mode = Mode.OBSERVE
             if self.current is not None:
                 self.current.idle = False
+
+    @property
+    def too_long(self) -> bool:
+        """Whether more ops have run than are followed: the log would grow for as long as the program runs."""
+        return len(self.log.calls) >= MOST_OPS or len(self.log.ops) >= MOST_OPS
+
+    def forget(self) -> None:
+        """The ops so far; of a step under way that is all that will ever be known."""
+        if self.in_step:
+            self._give_up()
+        else:
+            self.log, self._left_midway = StepLog(), True
 
     def op(self, op: OpInfo, nbytes: Mapping[int, int], kinds: Mapping[int, Kind]) -> None:
         if self.given_up:

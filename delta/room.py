@@ -331,7 +331,7 @@ class Room:
         if self._firm and self._policy.budget.strict:
             records = self._ledger.records.values()
             if over_bytes > sum(rec.nbytes for rec in records if rec.counted and not rec.held):
-                raise BudgetError(str(self._shortage(limit, limit + over_bytes, coming_bytes)))
+                self._totals.failed = BudgetError(str(self._shortage(limit, limit + over_bytes, coming_bytes)))
 
     def _note(self, needed_bytes: int, coming_bytes: int) -> None:
         """Remember the worst moment of the step, for the case that its peak turns out to be over the limit."""

@@ -72,6 +72,7 @@ from delta.types import (
 )
 
 _LONGEST_HOLD_NS = 2_000_000_000
+_MOST_UNTIMED = 4096
 
 
 def _nothing() -> None:
@@ -132,6 +133,7 @@ class Core:
         self.modes_below = 0  # dispatch modes that were there before the recorder
         self.closing = False
         self.abandoned = False  # this is a process forked from the one that the block belongs to
+        self.capturing = False  # a CUDA graph is captured (`capture.py`)
         self.next_id: Callable[[], int] = itertools.count().__next__
         self.by_key: dict[int, int] = {}  # storage identity -> record
         self.untimed: deque[tuple[int, Any]] = deque()  # ops whose times the device has not told yet
@@ -155,6 +157,11 @@ class Core:
         self.abandoned, self.lock, self.depth = True, threading.RLock(), 0
         self.owner = threading.get_ident()  # so the recorder takes all ops for Delta's own
         self.at_unpack = _refuse_in_child
+
+    @property
+    def passes(self) -> bool:
+        """Whether Delta does nothing now."""
+        return self.abandoned or self.capturing
 
     # -- entering -------------------------------------------------------------------------------------------------
     def entered(self) -> Core:
@@ -207,7 +214,7 @@ class Core:
         inbox = self.inbox
         inbox.emptying = True  # what comes of a transfer waits for its turn
         try:
-            if self.swap.busy:
+            if self.swap.busy and not self.capturing:
                 self.swap.poll()
         finally:
             inbox.emptying = False
@@ -303,6 +310,8 @@ class Core:
         self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))
         if untimed is not None:
             self.untimed.append((op.id, untimed))
+            if len(self.untimed) > _MOST_UNTIMED:  # of a program that saves nothing, and so never asks
+                self.time_ops(wait=False)
         if self.gauge.closely:
             self.gauge.look()
 
@@ -536,6 +545,8 @@ class Core:
     def rescue(self) -> None:
         """An op of the user's, a replay or a copy back found no device memory: evict all that can go. What is missing
         even then is not refused for the budget's sake: that cannot be held, which is told at the end of the step."""
+        if not self.inside():
+            gc.collect()  # what only cycles of Python's keep alive may be gigabytes
         with self:
             self.oom_rescues += 1
             self.run(self.engine.rescue(time.perf_counter_ns()))
@@ -697,11 +708,13 @@ class Core:
             self.timeline.emit(ev, time.perf_counter_ns(), **fields)
 
     def raise_warnings(self) -> None:
-        """Tell the user what the engine wants to warn of. Only from the user's own calls: a warning may be an error."""
+        """Tell the user what the engine wants to warn of, or makes an error. Only from the user's own calls, when what
+        the engine asked for has been done: a warning may be an error, too, and training may go on after it."""
         told = self.engine.totals.warnings
         while self._warned < len(told):
             self._warned += 1
             warnings.warn(told[self._warned - 1], RuntimeWarning, stacklevel=2)
+        self.engine.raise_failed()
 
     # -- the end --------------------------------------------------------------------------------------------------
     def close(self) -> None:

@@ -7,6 +7,7 @@ and 6 of the design, section 6):
 - `rrelu_with_noise` writes its noise argument;
 - results that depend on data (`topk`, `sort`, ...) decide what later ops do, so they are kept rather than made again;
 - cuDNN's recurrent nets draw their dropout from a state of their own, which they move on in silence;
+- on a CPU threads that accumulate into one place may do so in any order;
 - on CUDA, ops whose threads add or write to one place in any order need not give the same bits twice, and of the ops
   of backward hardly any promises to: of those, only the pointwise ones are run again there;
 - convolutions there may take another algorithm the second time (`cudnn_chooses`).
@@ -37,15 +38,18 @@ _DATA_DEPENDENT = {
 }  # fmt: skip
 _NEVER = {
     "rrelu_with_noise", "rrelu_with_noise_", "item", "_local_scalar_dense", "set_", "resize_", "resize_as_",
-    "_cudnn_rnn", "_cudnn_init_dropout_state", "miopen_rnn",
+    "_cudnn_rnn", "_cudnn_init_dropout_state", "miopen_rnn", "_unsafe_masked_index_put_accumulate",
+}  # fmt: skip
+# Where their argument `accumulate` is true, on a CPU too.
+_ACCUMULATE = {
+    "index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "put", "put_",
 }  # fmt: skip
 # From the documentation of `torch.use_deterministic_algorithms`.
 _UNORDERED_ON_CUDA = {
-    "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_put",
-    "index_put_", "_index_put_impl_", "put", "put_", "bincount", "histc", "cumsum", "cumprod", "logcumsumexp",
-    "index_reduce", "index_reduce_", "index_copy", "index_copy_", "scatter", "scatter_", "embedding_bag",
-    "_embedding_bag", "ctc_loss", "_ctc_loss", "_cudnn_ctc_loss", "nll_loss2d_forward", "max_unpool2d",
-    "max_unpool3d", "cudnn_convolution_transpose",
+    *_ACCUMULATE, "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
+    "bincount", "histc", "cumsum", "cumprod", "logcumsumexp", "index_reduce", "index_reduce_", "index_copy",
+    "index_copy_", "scatter", "scatter_", "embedding_bag", "_embedding_bag", "ctc_loss", "_ctc_loss", "_cudnn_ctc_loss",
+    "nll_loss2d_forward", "max_unpool2d", "max_unpool3d", "cudnn_convolution_transpose",
 }  # fmt: skip
 _UNFILLED = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
@@ -66,6 +70,8 @@ class OpFacts:
     position of the argument that says whether a convolution is; it runs as the gradient of another one there, which may
     add up in any order.
 
+    `accumulates`: the position of the argument that says whether threads add to one place in any order.
+
     `unfilled`: it gives memory that somebody has to fill.
 
     `in_place`: of an element-wise op, the overload that does the same into its first argument.
@@ -79,6 +85,7 @@ class OpFacts:
     mutates: tuple[int | str, ...]
     statistics: tuple[int, ...]
     training: int | None
+    accumulates: int | None
     transposed: int | None
     view: bool  # its results share an input's storage and nothing is written
     unfilled: bool
@@ -89,7 +96,9 @@ class OpFacts:
     def replays_on(self, kind: str, args: Sequence[Any]) -> bool:
         """Whether this call on a device of that `kind` gives the same bits again, as PyTorch is set now."""
         if kind != "cuda":
-            return self.replayable
+            at = self.accumulates
+            accumulates = at is not None and len(args) > at and args[at]
+            return self.replayable and (not accumulates or torch._C._get_deterministic_algorithms())
         if self.cudnn_chooses and (cudnn.fell_back() or cudnn.searches()):
             return False
         if self.transposed is not None and args[self.transposed] and not _in_order():
@@ -159,6 +168,7 @@ def _facts(func: OpOverload) -> OpFacts:
         mutates=tuple(mutates),
         statistics=statistics,
         training=names.index("training") if statistics and "training" in names else None,
+        accumulates=names.index("accumulate") if func.namespace == "aten" and short in _ACCUMULATE else None,
         transposed=names.index("transposed") if "transposed" in names else None,
         view=view,
         unfilled=func.namespace == "aten" and short in _UNFILLED,

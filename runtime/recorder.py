@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         core = self._core
-        if core.owner and core.inside():
+        if (core.owner and core.inside()) or core.capturing:
             return func(*args, **kwargs)
         if not isinstance(func, OpOverload):  # what it runs is not heard of
             core.device.enforce(False)
@@ -124,7 +124,11 @@ class Recorder(TorchDispatchMode):
             preserved = core.writes.begin(written)
             generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
             began_ns = time.perf_counter_ns()
-            result = core.rescued(func, args, kwargs, generator, state)
+            try:
+                result = core.rescued(func, args, kwargs, generator, state)
+            except BaseException:
+                core.writes.failed(written, preserved)
+                raise
             core.own_time(time.perf_counter_ns() - began_ns)
             core.writes.settle(core.writes.end(written, preserved))
             if keep_track:
@@ -144,7 +148,11 @@ class Recorder(TorchDispatchMode):
             generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
             refusals = facts.refusals(core.device)
             began_ns, mark = time.perf_counter_ns(), core.clock.start() if known_ns is None else None
-            result = core.rescued(func, args, kwargs, generator, state)
+            try:
+                result = core.rescued(func, args, kwargs, generator, state)
+            except BaseException:
+                core.writes.failed(written, preserved)
+                raise
             token = core.clock.stop(mark) if known_ns is None else None
             core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)

@@ -109,7 +109,7 @@ class Switch:
         run = autograd._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if self._core.abandoned:
+            if self._core.passes:
                 return run(*args, **kwargs)
             self._core.gauge.sample_bytes()
             with self._unseen_backward() if self._needs_no_eye() else nullcontext():
@@ -137,7 +137,7 @@ class Switch:
             yield
         finally:
             self._in_backward_unseen = False
-            self._optimizer_writes = None  # of one that failed midway, and backward with it
+            self._end_writes()  # of one that failed midway, and backward with it
             torch._C._push_on_torch_dispatch_stack(self._recorder)
 
     def step_aside(self) -> None:

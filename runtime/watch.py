@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from delta.runtime.handle import Handle
 
 
+_MANY = 4096
+
+
 class Watched:
     """A saved tensor that is only counted, until `taken` says that the core looks after it."""
 
@@ -51,6 +54,7 @@ class Watch:
         self._lock = threading.RLock()
         self._users: dict[int, int] = {}  # storage -> live saved tensors on it
         self._handles: list[weakref.ref[Watched]] = []
+        self._most_handles = _MANY  # then the dead are forgotten: no step may ever end
         self._began_ns = 0
         self.resident_bytes = 0
         self.peak_bytes = 0
@@ -72,6 +76,9 @@ class Watch:
                 self.resident_bytes += nbytes
                 if self.resident_bytes > self.peak_bytes:
                     self.peak_bytes = self.resident_bytes
+            if len(self._handles) == self._most_handles:
+                self._forget_dead()
+                self._most_handles = max(_MANY, 2 * len(self._handles))
             self._handles.append(weakref.ref(watched))
         return watched
 

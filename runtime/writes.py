@@ -6,7 +6,6 @@ of is found by the version counter, and refused where its old value would be nee
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -36,10 +35,11 @@ class Writes:
             record = core.known(tensor)
             if record is None or record in preserved:
                 continue
-            for instruction in core.engine.before_overwrite(record, time.perf_counter_ns(), in_backward):
-                core.run([instruction])
-                if isinstance(instruction, Preserve):
+            while instructions := core.engine.before_overwrite(record, in_backward):
+                core.run(instructions)  # a copy out that was waited for may have failed: then it is asked again
+                if any(isinstance(instruction, Preserve) for instruction in instructions):
                     preserved.add(record)
+                    break
         return preserved
 
     def end(self, tensors: Iterable[Tensor], preserved: set[int]) -> dict[int, int]:
@@ -52,15 +52,19 @@ class Writes:
                 continue
             core.slots[old].seen = None  # this write is known of
             rec = core.engine.ledger[old]
-            if not rec.depended_on:
+            if not rec.depended_on and rec.nbytes == tensor.untyped_storage().nbytes():
                 continue
             kind = Kind.PARAMETER if core.persistent.holds(tensor) else Kind.ACTIVATION
             new = core.create(tensor, kind)
             versions[old] = new
             if old not in preserved:
                 core.slots[old].ref = None
-            core.run(core.engine.overwritten(old, new, old in preserved, time.perf_counter_ns()))
+            core.run(core.engine.overwritten(old, new, old in preserved))
         return versions
+
+    def failed(self, tensors: Iterable[Tensor], preserved: set[int]) -> None:
+        """The op that was to write has raised, and may have written some of it."""
+        self.settle(self.end(tensors, preserved))
 
     def settle(self, versions: Iterable[int]) -> None:
         """The op that made new versions out of these has been recorded, or will not be."""

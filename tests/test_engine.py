@@ -606,6 +606,24 @@ def test_a_storage_on_its_way_out_is_waited_for_before_it_is_overwritten():
     assert toy.leaving == []
 
 
+def test_a_copy_out_that_fails_while_a_write_waits_for_it_has_the_old_version_cloned():
+    """2 has been dropped and is made from 1, which nobody can make again: its only copy is about to be overwritten."""
+    toy = Toy(1000)
+    toy.source(0, 10)
+    toy.op(1, 100, [0], replayable=False)
+    toy.save(1, 0)
+    toy.op(2, 100, [1])
+    toy.save(2, 10)
+    toy.let_go(2)
+    toy._do(toy.engine._room.carry_out(toy.engine.ledger[2], Action.RECOMPUTE, 12, wait=False))
+    leaves(toy, 1, 15)
+    engine = toy.engine
+    assert engine.before_overwrite(1) == [AwaitOut(1)]
+    toy.leaving.remove(1)
+    engine.transfers.copy_out_failed(1, host_full=False)
+    assert engine.before_overwrite(1) == [Preserve(1)]
+
+
 def test_what_a_replay_may_overwrite_without_a_copy():
     """3 is made by writing into 2. Nobody saved 2, and it can be made again: the replay may take its storage."""
     toy = Toy(10_000, RECOMPUTE)
@@ -739,8 +757,9 @@ def test_a_strict_budget_that_cannot_be_held_is_an_error_that_names_the_floor_an
     """600 + 99 + 500 + 100 = 1299 resident, 275 over. The program still uses 3 (100), so letting go of it leaves all
     1299 bytes for now: 1.27 KiB."""
     toy = tightened(strict=True)
+    toy.engine.pressure(40)
     with pytest.raises(BudgetError) as caught:
-        toy.engine.pressure(40)
+        toy.engine.raise_failed()
     text = str(caught.value)
     assert text.startswith("the budget of 1 KiB for saved activations cannot be held: 1.27 KiB have to be resident")
     assert text.partition("made up of ")[2].partition(". ")[0].split(", ") == [
@@ -793,8 +812,9 @@ def test_what_is_in_use_is_a_part_of_the_floor():
     forward(toy, 1, nbytes=500)
     toy._do(toy.engine.need(1, 20))
     toy.engine.budget.activations = Bytes(400)
+    toy.engine.pressure(30)
     with pytest.raises(BudgetError, match="500 B in use by the op at hand"):
-        toy.engine.pressure(30)
+        toy.engine.raise_failed()
 
 
 def test_a_share_says_nothing_while_the_peak_is_not_known():
@@ -802,9 +822,11 @@ def test_a_share_says_nothing_while_the_peak_is_not_known():
     toy = Toy(Budget(activations=Share(0.4)), RECOMPUTE, filter={"min_bytes": 1000}, budget={"strict": True})
     forward(toy, 3)
     assert toy.engine.totals.warnings == []
+    toy.engine.raise_failed()
+    toy.need(3, 40)
+    toy.engine.pressure(41)
     with pytest.raises(BudgetError):
-        toy.need(3, 40)
-        toy.engine.pressure(41)
+        toy.engine.raise_failed()
 
 
 def test_a_first_step_under_a_share_that_was_over_it_is_warned_of_when_the_share_is_known():

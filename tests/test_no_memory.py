@@ -1,12 +1,15 @@
 """Where the device has no memory for what Delta brings back: all that can go goes, and it is tried once more. Only then
 the error is the user's, and nothing is lost."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from models import CASES, train
+from torch import nn
 from torch._dynamo import convert_frame
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -266,3 +269,29 @@ def test_a_convolution_whose_replay_finds_no_memory_to_work_with_is_replayed_aga
                 loss.backward()
     assert run.report().oom_rescues == 1
     assert len(set(threads)) == len(threads) == 2 and threads[0] == threading.get_ident()
+
+
+def test_an_error_for_want_of_memory_that_leaves_the_block_says_what_was_held():
+    weight = nn.Parameter(torch.ones(1024))
+    with pytest.raises(torch.OutOfMemoryError) as caught, delta.evict(activations="90%", device="cpu"):
+        kept = (weight * 2).square()  # saves 4 KiB
+        raise torch.OutOfMemoryError("out of memory")
+    del kept
+    assert any(note.startswith("4 KiB of it were saved activations") for note in caught.value.__notes__)
+
+
+def test_garbage_is_collected_before_memory_is_said_to_be_missing(monkeypatch):
+    """A cycle of the program's keeps a storage alive that nobody can reach."""
+    found = []
+    with delta.evict(activations="50%", device="cpu", policy="recompute") as run:
+        cycle = [torch.randn(16)]
+        cycle.append(cycle)
+        ref = weakref.ref(cycle[0])
+        gc.disable()
+        try:
+            del cycle
+            run._core.rescue()
+            found.append(ref())
+        finally:
+            gc.enable()
+    assert found == [None]

@@ -34,6 +34,11 @@ TRANSPOSED = (*CONVOLVED[:6], True, *CONVOLVED[7:])
         (aten.convolution.default, TRANSPOSED, "cuda", False, False, False),
         (aten.cudnn_convolution_transpose.default, (), "cuda", False, False, False),
         (aten.mm.default, (), "cuda", True, True, True),
+        (aten.index_put.default, (None, [], None), "cpu", False, False, True),
+        (aten.index_put.default, (None, [], None, False), "cpu", False, False, True),
+        (aten.index_put.default, (None, [], None, True), "cpu", False, False, False),
+        (aten.put_.default, (None, None, None, True), "cpu", False, False, False),
+        (aten.index_put.default, (None, [], None), "cuda", False, False, False),
         (aten.scatter_add.default, (), "cpu", False, False, True),
         (aten.scatter_add.default, (), "cuda", False, False, False),
     ],
@@ -42,6 +47,11 @@ def test_what_gives_the_same_again(func, args, kind, fell_back, searches, replay
     monkeypatch.setattr(torch._C, "_get_cudnn_benchmark", lambda: searches)
     monkeypatch.setattr(cudnn, "fell_back", lambda: fell_back)
     assert facts_of(func).replays_on(kind, args) is replays
+
+
+def test_what_threads_accumulate_is_replayed_where_sums_have_an_order(monkeypatch):
+    monkeypatch.setattr(torch._C, "_get_deterministic_algorithms", lambda: True)
+    assert facts_of(aten.index_put.default).replays_on("cpu", (None, [], None, True))
 
 
 @pytest.mark.parametrize("setting", ["_get_cudnn_deterministic", "_get_deterministic_algorithms"])

@@ -325,6 +325,31 @@ def test_a_write_makes_a_new_version(core):
     assert not core.engine.ledger[old].alive
 
 
+class Late:
+    """A clock that knows how long an op took when it is asked for the second time."""
+
+    late = True
+
+    def start(self):
+        return []
+
+    def stop(self, mark):
+        return mark
+
+    def elapsed_ns(self, token):
+        token.append(1)
+        return 5 if len(token) > 1 else None
+
+
+def test_times_that_nobody_asks_for_are_not_kept_for_ever(core, monkeypatch):
+    monkeypatch.setattr("delta.runtime.core._MOST_UNTIMED", 8)
+    core.clock = Late()
+    x = torch.randn(4)
+    with Recorder(core):
+        kept = [x.sin() for _ in range(50)]
+    assert len(kept) == 50 and len(core.untimed) <= 9
+
+
 def test_out_is_a_write(core):
     x = torch.randn(4)
     with Recorder(core):

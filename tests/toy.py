@@ -142,14 +142,14 @@ class Toy:
 
     def overwrite(self, old: int, new: int, read: Iterable[int], nbytes: int) -> list[Instruction]:
         """An op that reads `read` writes into the storage of `old`, which holds the version `new` from then on."""
-        before = self.engine.before_overwrite(old, self.now)
+        before = self.engine.before_overwrite(old)
         done = self._do(before)
         self.source(new, nbytes, Kind.ACTIVATION)
         preserved = any(isinstance(instruction, Preserve) for instruction in before)
         if not preserved:
             self.mine.discard(old)
         self.program.discard(old)
-        done += self._do(self.engine.overwritten(old, new, preserved, self.now))
+        done += self._do(self.engine.overwritten(old, new, preserved))
         self.wrote([new], read, overwrites=(old,))
         return done + self._do(self.engine.version_ended(old))
 

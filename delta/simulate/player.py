@@ -123,7 +123,9 @@ class Player:
                     self.engine.backward_began()
             for storage in self._lets_go.get(position, ()):
                 self._read(self._record[storage])
+            self.engine.raise_failed()
         self._end()
+        self.engine.raise_failed()
 
     def _counted(self, ns: int, storage: int) -> int:
         """What an event takes where the storage of a known step is only counted; else all of `ns`."""
@@ -212,7 +214,7 @@ class Player:
     def _preserve(self, old: int) -> int | None:
         """Before `old` is written in place; a clone of it, if a recipe still reads it."""
         clone = None
-        for instruction in self.engine.before_overwrite(old, self._now):
+        for instruction in self.engine.before_overwrite(old):
             self._do([instruction])
             if isinstance(instruction, Preserve):
                 clone = next(self._ids)
@@ -232,7 +234,7 @@ class Player:
             kind = self.engine.ledger[old].kind
             kind = Kind.ACTIVATION if kind is Kind.SOURCE else kind
             self.engine.created(new, self.machine.nbytes[new], kind, self._now)
-            self._do(self.engine.overwritten(old, new, clone is not None, self._now))
+            self._do(self.engine.overwritten(old, new, clone is not None))
 
     def _save(self, record: int) -> None:
         nbytes = self.engine.ledger[record].nbytes  # a trace knows no shapes: bytes are all there is of a size
