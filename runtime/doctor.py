@@ -154,7 +154,9 @@ def _missing() -> Iterator[Missing]:
     if torch.version.cuda is not None and find_spec("cupy") is None:
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
         yield Missing(
-            "CuPy", "nothing is pinned where the driver registers nothing", f"pip install 'delta-evict[{extra}]'"
+            "CuPy",
+            "where the driver registers no memory, PyTorch pins it and keeps it",
+            f"pip install 'delta-evict[{extra}]'",
         )
     if heap_lacks_huge_pages():
         yield Missing(

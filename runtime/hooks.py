@@ -170,7 +170,7 @@ class Hooks:
         )
 
     def _wanted(self, tensor: Tensor) -> bool:
-        if not is_plain(tensor) or self._core.abandoned:
+        if not is_plain(tensor) or self._core.passes:
             return False
         if tensor.device != self._device:
             if tensor.numel() and tensor.dim():

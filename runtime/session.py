@@ -24,6 +24,7 @@ from delta.errors import BudgetError, NestedSessionError
 from delta.policies.loader import load
 from delta.report import Report
 from delta.runtime.addresses import DeviceAddresses
+from delta.runtime.capture import heard_of_capture
 from delta.runtime.compiled import AnnouncedWrites, heard_of_compilation
 from delta.runtime.core import Core
 from delta.runtime.daemon import Daemon
@@ -40,7 +41,7 @@ from delta.runtime.tracer import Tracer
 from delta.timeline import Timeline
 from delta.trace import Recording
 from delta.types import Link
-from delta.units import Bytes, Share, parse_size
+from delta.units import Bytes, Share, format_bytes, parse_size
 
 SAMPLE_S = 0.05  # while a timeline is written
 # Else samples are of little use: each event takes in the copies that have ended, and memory is looked at when
@@ -126,6 +127,8 @@ class evict(ContextDecorator):
         stack, self._stack = self._stack, None
         assert stack is not None
         elsewhere = self._hooks.all_elsewhere if self._hooks is not None else None
+        if isinstance(error, torch.OutOfMemoryError) and self._core is not None:
+            error.add_note(_held_then(self._core))
         stack.close()
         if error is not None and elsewhere is not None:
             error.add_note(elsewhere)
@@ -226,6 +229,7 @@ class evict(ContextDecorator):
         stack.callback(switch.off)
         core.at_pack, core.at_unpack = switch.follow, switch.step_aside
         stack.enter_context(heard_of_compilation(switch.compiles))
+        stack.enter_context(heard_of_capture(core))
         switch.follow()
         stack.callback(register_optimizer_step_pre_hook(switch.optimizer_begins).remove)
         stack.callback(register_optimizer_step_post_hook(switch.optimizer_ended).remove)
@@ -256,6 +260,15 @@ class evict(ContextDecorator):
             "torch": torch.__version__,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+
+
+def _held_then(core: Core) -> str:
+    """What to say of an op that found no memory."""
+    held_bytes = core.engine.ledger.resident_bytes + core.watch.resident_bytes
+    return (
+        f"{format_bytes(held_bytes)} of it were saved activations, as far as Delta knows. Give delta.evict a lower "
+        "limit, or budget= instead of activations=, which counts what ops make beside them as well"
+    )
 
 
 def _link(device: Device, budget: Budget) -> Link:

@@ -25,6 +25,11 @@ def _precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any]
     return partial(read, backend, op), partial(write, backend, op)
 
 
+def _reductions(read: Callable[[], Any], write: Callable[..., Any]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Two settings in one: whether a product may add up in reduced precision, and whether in parts."""
+    return read, lambda value: write(*value)
+
+
 _EVERYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_deterministic_algorithms, _set_deterministic),
@@ -32,6 +37,7 @@ _EVERYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 _ON_CPU = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
     _precision("mkldnn", "matmul"),
     _precision("mkldnn", "conv"),
 )
@@ -41,6 +47,16 @@ _ON_CUDA = (
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     _precision("cuda", "matmul"),
     _precision("cuda", "conv"),
+    _reductions(
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        torch._C._set_cublas_allow_fp16_reduced_precision_reduction,
+    ),
+    _reductions(
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        torch._C._set_cublas_allow_bf16_reduced_precision_reduction,
+    ),
+    (torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation),
+    (torch._C._get_blas_preferred_backend, torch._C._set_blas_preferred_backend),
 )
 _ALL = _EVERYWHERE + _ON_CPU + (_ON_CUDA if torch.backends.cuda.is_built() else ())
 _READ = tuple(read for read, _ in _ALL)

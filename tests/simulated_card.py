@@ -11,7 +11,8 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -85,10 +86,12 @@ class SimulatedEvent:
         stream.work.append(passes)
 
     def query(self) -> bool:
+        self.card.asked_here()
         self.card.let_some_run()
         return self.marker.passed
 
     def synchronize(self) -> None:
+        self.card.asked_here()
         self.card.run_until(lambda: self.marker.passed)
 
     def elapsed_time(self, end: Event) -> float:
@@ -116,11 +119,24 @@ class SimulatedCard:
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
+        self.current = threading.local()
         self.random = random.Random(self.seed)
         self.ticks = itertools.count()
         self.streams: list[SimulatedStream] = []
         self.given_out: list[Memory] = []
         self.compute = self.new_stream()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        before, self.current.here = getattr(self.current, "here", False), True
+        try:
+            yield
+        finally:
+            self.current.here = before
+
+    def asked_here(self) -> None:
+        """Every thread is on another card until it says otherwise."""
+        assert getattr(self.current, "here", False), "a card that is not the thread's current one was asked"
 
     def new_stream(self) -> SimulatedStream:
         self.streams.append(SimulatedStream(self, f"stream{len(self.streams)}"))

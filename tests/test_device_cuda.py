@@ -54,14 +54,21 @@ def holds(device: CudaDevice) -> list[bool]:
 
 def test_a_peak_between_two_looks_is_the_allocator_s_where_that_has_risen(card: SimulatedCard) -> None:
     """Else it is bounded by what was in use and all that was asked for since, and by the allocator's peak. The program
-    may reset that peak at any time."""
+    may reset that peak at any time, and what counts all that was asked for."""
     card.use = (100, 500, 1000)
     device = CudaDevice(card, HostConfig(limit=Bytes(64 * MIB)))
     seen = []
-    for use in [(200, 600, 1400), (200, 600, 1450), (150, 600, 2450), (150, 600, 2450), (300, 400, 2800)]:
+    for use in [
+        (200, 600, 1400),
+        (200, 600, 1450),
+        (150, 600, 2450),
+        (150, 600, 2450),
+        (300, 400, 2800),
+        (120, 400, 50),
+    ]:
         card.use = use
         seen.append(device.in_use())
-    assert seen == [(200, 600), (200, 250), (150, 600), (150, 150), (300, 500)]
+    assert seen == [(200, 600), (200, 250), (150, 600), (150, 150), (300, 500), (120, 400)]
     device.close()
 
 
@@ -431,6 +438,11 @@ def test_the_clock_does_not_wait(card: SimulatedCard, device: CudaDevice) -> Non
     assert device.clock().elapsed_ns(token) is None
     card.settle()
     assert device.clock().elapsed_ns(token) == 10_000  # one tick of the simulated card
+
+
+def test_the_clock_waits_if_it_is_told_to(card: SimulatedCard, device: CudaDevice) -> None:
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]
+    assert device.clock().wait_ns(device.clock().stop(device.clock().start())) == 10_000
 
 
 def test_the_simulated_card_sees_use_after_free(card: SimulatedCard) -> None:

@@ -146,21 +146,21 @@ def test_slabs_come_from_the_cards_node(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_where_nothing_can_be_registered_cupy_pins_if_it_is_there(
+def test_where_nothing_can_be_registered_cupy_pins_if_it_is_there_else_torch(
     monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     def refused(nbytes: int) -> Slab:
         raise RuntimeError("cudaHostRegister says error 801")
 
-    slab = Slab(torch.zeros(4096, dtype=torch.uint8), lambda: None)
+    of_cupy, empty = Slab(torch.zeros(4096, dtype=torch.uint8), lambda: None), torch.empty
     monkeypatch.setattr(pinned, "_registered_slab", refused)
-    monkeypatch.setattr(pinned, "_cupy_slab", lambda nbytes: slab)
+    monkeypatch.setattr(pinned, "_cupy_slab", lambda nbytes: of_cupy)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
-    if installed:
-        assert pinned.slab_source(None)(4096) is slab
-        return
-    with pytest.raises(RuntimeError, match="801"):
-        pinned.slab_source(None)(4096)
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **how: asked.append(how) or empty(nbytes, dtype=how["dtype"]))
+    slab = pinned.slab_source(None)(4096)
+    assert (slab is of_cupy) is installed and slab.nbytes == 4096
+    assert asked == ([] if installed else [{"dtype": torch.uint8, "pin_memory": True}])
 
 
 def test_cuda_forgets_that_nothing_could_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ card behind it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -15,11 +16,12 @@ from delta.runtime.pinned import slab_source
 from delta.runtime.rawmem import as_bytes
 
 _EXPAND = "expandable_segments"
+_HERE = nullcontext()
 _CYCLES_PER_NS = 2  # an H100 at its fastest; a slower card waits longer
 
 
 class Event(Protocol):
-    """A place in a stream. `torch.cuda.Event` is one."""
+    """A place in a stream. `torch.cuda.Event` is one. It is asked and waited for `Accelerator.here`."""
 
     def record(self, stream: "Stream") -> None: ...
 
@@ -55,6 +57,11 @@ class Accelerator(Protocol):
     """One card."""
 
     torch_device: torch.device
+
+    def here(self) -> AbstractContextManager[object]:
+        """The calling thread's card meanwhile. A thread begins on the first one, and whatever it asks CUDA there takes
+        half a gigabyte of that for a context."""
+        ...
 
     def new_stream(self) -> Stream: ...
 
@@ -128,6 +135,11 @@ class CudaCard:
         self._settings: str | None = None  # the allocator's, while others hold
         self._streams: dict[int, Stream] = {}  # by handle
 
+    def here(self) -> AbstractContextManager[object]:
+        if torch._C._cuda_getDevice() == self.torch_device.index:
+            return _HERE
+        return torch.cuda.device(self.torch_device)  # which goes back to a card without a context by making none there
+
     def new_stream(self) -> Stream:
         return cast(Stream, torch.cuda.Stream(self.torch_device))
 
@@ -146,23 +158,17 @@ class CudaCard:
         return cast(Event, torch.cuda.Event(enable_timing=True))
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        if torch._C._cuda_getDevice() == self.torch_device.index:
-            self._copy(to, source, stream)
-            return
-        with torch.cuda.device(self.torch_device):  # which goes back to a card without a context by making none there
-            self._copy(to, source, stream)
-
-    def _copy(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        home = cast(torch.cuda.Stream, self.current_stream())
-        # `torch.cuda.stream` asks PyTorch for the stream there is, which takes 6 µs on an H100.
-        torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
-        try:
-            to.copy_(source, non_blocking=True)
-        finally:
-            torch.cuda.set_stream(home)
+        with self.here():
+            home = cast(torch.cuda.Stream, self.current_stream())
+            # `torch.cuda.stream` asks PyTorch for the stream there is, which takes 6 µs on an H100.
+            torch.cuda.set_stream(cast(torch.cuda.Stream, stream))
+            try:
+                to.copy_(source, non_blocking=True)
+            finally:
+                torch.cuda.set_stream(home)
 
     def spin(self, ns: int) -> None:
-        with torch.cuda.device(self.torch_device):
+        with self.here():
             torch.cuda._sleep(int(ns * _CYCLES_PER_NS))
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
@@ -196,7 +202,7 @@ class CudaCard:
         return blocks_of(torch.cuda.memory_snapshot(), self.torch_device.index)
 
     def empty_cache(self) -> None:
-        with torch.cuda.device(self.torch_device):
+        with self.here():
             torch.cuda.empty_cache()
 
     def limit(self, fraction: float) -> None:
@@ -226,17 +232,17 @@ class CudaCard:
         card = monitor.gpu(str(torch.cuda.get_device_properties(self.torch_device).uuid))
         source = slab_source(card.numa_node if card else None)
 
-        def here(nbytes: int) -> Slab:
-            with torch.cuda.device(self.torch_device):  # on another one CUDA would make itself at home, too
+        def pinned(nbytes: int) -> Slab:
+            with self.here():
                 return source(nbytes)
 
-        return here
+        return pinned
 
     def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
         stream = cast(torch.cuda.Stream, self.current_stream())
 
         def there() -> R:
-            with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+            with self.here(), torch.cuda.stream(stream):
                 return run()
 
         return there

@@ -6,8 +6,6 @@ destination alive until the transfer's event has passed, or until the stream tha
 event, from when on that stream's own order protects them. Destinations are allocated on the caller's
 current stream, and the side stream waits for that point before it writes, since the memory may still be read by work
 enqueued before. The current stream is asked for at each use: backward runs on another thread.
-
-Not covered: CUDA graph capture.
 """
 
 import threading
@@ -116,7 +114,10 @@ class CudaDevice:
             self._return_excess(now)
         if now.peak_bytes > before.peak_bytes:
             return now.now_bytes, now.peak_bytes
-        most = before.now_bytes + now.ever_bytes - before.ever_bytes
+        asked_bytes = now.ever_bytes - before.ever_bytes
+        if asked_bytes < 0:  # the program has reset what counts that
+            return now.now_bytes, now.peak_bytes
+        most = before.now_bytes + asked_bytes
         if now.peak_bytes == before.peak_bytes:
             most = min(most, now.peak_bytes)
         return now.now_bytes, max(now.now_bytes, most)
@@ -333,17 +334,23 @@ class CudaDevice:
 
     def _land_all(self) -> None:
         for flight in self._under_way():
-            flight.end.synchronize()
+            self._await(flight)
         self._reap()
 
     def _reap(self) -> None:
         """Finish the flights whose event has passed. A stream works in order, so the first that has not ends the
         search.
         """
-        with self._lock:
+        if not self._flights["out"] and not self._flights["in"]:
+            return
+        with self._lock, self._card.here():
             for flights in self._flights.values():
                 while flights and flights[0].end.query():
                     self._land(flights.popleft())
+
+    def _await(self, flight: _Flight) -> None:
+        with self._card.here():
+            flight.end.synchronize()
 
     def _land(self, flight: _Flight) -> None:
         duration_ns = int(flight.begin.elapsed_time(flight.end) * 1e6)
@@ -361,7 +368,7 @@ class CudaDevice:
     def _wait_out(self, ticket: CudaTicket) -> None:
         flight = ticket.flight
         if flight is not None:
-            flight.end.synchronize()
+            self._await(flight)
             self._reap()
 
     def _wait_in(self, ticket: CudaTicket) -> None:
@@ -397,7 +404,8 @@ class CudaDevice:
         begin.record(side)
         self._card.copy(to, source, side)
         end.record(side)
-        end.synchronize()
+        with self._card.here():
+            end.synchronize()
         return int(begin.elapsed_time(end) * 1e6)
 
     def _refuse_if_closed(self) -> None:

@@ -37,8 +37,9 @@ class EventClock:
     def elapsed_ns(self, token: Span) -> int | None:
         if token.start is None or token.end is None:
             return token.duration_ns
-        if not token.end.query():
-            return None
+        with self._card.here():
+            if not token.end.query():
+                return None
         token.duration_ns = int(token.start.elapsed_time(token.end) * 1e6)
         self._idle += [token.start, token.end]
         token.start = token.end = None
@@ -46,7 +47,8 @@ class EventClock:
 
     def wait_ns(self, token: Span) -> int:
         if token.end is not None:
-            token.end.synchronize()
+            with self._card.here():
+                token.end.synchronize()
         elapsed_ns = self.elapsed_ns(token)
         assert elapsed_ns is not None
         return elapsed_ns

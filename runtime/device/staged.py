@@ -73,7 +73,8 @@ class StagedMover:
         done = self._card.new_event()
         self._card.copy(to, source, self._streams[direction])
         done.record(self._streams[direction])
-        done.synchronize()
+        with self._card.here():
+            done.synchronize()
 
 
 def _chunks(nbytes: int) -> Iterator[tuple[int, int]]:
