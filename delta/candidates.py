@@ -234,7 +234,7 @@ class Candidates:
         return self.director.possible(op_name, module, self._replayable(rec), swappable)
 
     def _replayable(self, rec: Record) -> bool:
-        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        op = self._ledger.maker(rec)
         return op is not None and op.replayable and rec.id not in self._stuck and not self._copied_rather(rec)
 
     def _copied_rather(self, rec: Record) -> bool:

@@ -180,7 +180,7 @@ class Costs:
     def missing(self, rec: Record, of_makers: bool = False) -> None:
         """The record's bytes are gone, and somebody could still ask for them. `of_makers`: it joins the classes of what
         its op reads and makes, else of what its op and its users read and make."""
-        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        op = self._ledger.maker(rec)
         if op is None or rec.available or (not rec.handles and not rec.users):
             return
         neighbours = [*op.inputs, *op.outputs] if of_makers else list(op.inputs)
@@ -190,15 +190,14 @@ class Costs:
 
     def back(self, rec: Record) -> None:
         """The record is available again."""
-        op = self._ledger.ops.get(rec.op) if rec.op is not None else None
+        op = self._ledger.maker(rec)
         if op is not None:
             self._ledger.touched.update(self._chains.back(rec.id, op.cost_ns))
 
 
 def own_ns(ledger: Ledger, record: int) -> int:
     """Time of the op that made the record; 0 if none is known."""
-    op_id = ledger[record].op
-    op = ledger.ops.get(op_id) if op_id is not None else None
+    op = ledger.maker(ledger[record])
     return op.cost_ns if op is not None else 0
 
 

@@ -100,12 +100,10 @@ class Descent:
         return wanted
 
     def _missing(self, record: int) -> bool:
-        rec = self._ledger.records[record]
-        return not rec.available and not rec.alive
+        return self._ledger.records[record].missing
 
     def _maker(self, record: int) -> OpInfo:
-        op_id = self._ledger.records[record].op
-        op = self._ledger.ops.get(op_id) if op_id is not None else None
+        op = self._ledger.maker(self._ledger.records[record])
         if op is None or not op.replayable:
             raise LedgerError(f"record {record} is gone and cannot be replayed")
         return op

@@ -352,8 +352,7 @@ class Ledger:
         todo = [record]
         while todo:
             current = todo.pop()
-            op_id = self.records[current].op
-            op = self.ops.get(op_id) if op_id is not None else None
+            op = self.maker(self.records[current])
             if op is None or not op.replayable or (current != record and self.records[current].is_root):
                 if not grasp or current == record or not self.records[current].alive:
                     return None
@@ -390,16 +389,18 @@ class Ledger:
         read = (self.records[source] for source in set(op.inputs))
         return self._made_bytes[op.id] + sum(rec.nbytes for rec in read if rec.kind is not Kind.PARAMETER)
 
+    def maker(self, rec: Record) -> OpInfo | None:
+        """The op that made it, if that is known."""
+        return self.ops.get(rec.op) if rec.op is not None else None
+
     def parents(self, record: int) -> tuple[int, ...]:
         """The records its op reads."""
-        op_id = self.records[record].op
-        op = self.ops.get(op_id) if op_id is not None else None
+        op = self.maker(self.records[record])
         return op.inputs if op is not None else ()
 
     def siblings(self, record: int) -> tuple[int, ...]:
         """The records its op makes, itself among them."""
-        op_id = self.records[record].op
-        op = self.ops.get(op_id) if op_id is not None else None
+        op = self.maker(self.records[record])
         return op.outputs if op is not None else ()
 
     def children(self, record: int) -> list[int]:
@@ -409,20 +410,19 @@ class Ledger:
 
     def missing_ops(self, record: int) -> list[OpInfo]:
         """The ops to replay, in their first order, to have `record` again. Empty if its bytes are there already."""
-        if self.records[record].available or self.records[record].alive:
+        if not self.records[record].missing:
             return []
         chain: dict[int, OpInfo] = {}
         todo = [record]
         while todo:
             current = todo.pop()
-            op_id = self.records[current].op
-            if op_id is None or not self.ops[op_id].replayable:
+            op = self.maker(self.records[current])
+            if op is None or not op.replayable:
                 raise LedgerError(f"record {current} is gone and cannot be replayed")
-            if op_id in chain:
+            if op.id in chain:
                 continue
-            chain[op_id] = self.ops[op_id]
-            inputs = (self.records[source] for source in chain[op_id].inputs)
-            todo += [rec.id for rec in inputs if not rec.available and not rec.alive]
+            chain[op.id] = op
+            todo += [source for source in op.inputs if self.records[source].missing]
         return [chain[op_id] for op_id in sorted(chain)]
 
     def needed(self, record: int) -> bool:
@@ -596,7 +596,7 @@ class Ledger:
                 raise LedgerError(f"record {rec.id} names a producer that does not make it")
             if rec.handles < 0 or rec.pins < 0:
                 raise LedgerError(f"record {rec.id} has {rec.handles} handles and {rec.pins} pins")
-            if rec.handles and not rec.available and not rec.alive and not self.recoverable(rec.id):
+            if rec.handles and rec.missing and not self.recoverable(rec.id):
                 raise LedgerError(f"record {rec.id} is saved, gone, and cannot be brought back")
         for op in self.ops.values():
             if any(source not in self.records or op.id not in self.records[source].users for source in op.inputs):
@@ -615,7 +615,7 @@ class Ledger:
                 raise LedgerError(f"op {op_id} counts {left} outputs wrongly")
 
     def _replayable(self, rec: Record) -> bool:
-        op = self.ops.get(rec.op) if rec.op is not None else None
+        op = self.maker(rec)
         return op is not None and op.replayable
 
     def _went_or_came(self, rec: Record) -> None:

@@ -67,6 +67,11 @@ class Record:
         return self.held or self.host is not Host.NONE or (self.encoded_bytes > 0 and not self.stood_in_for)
 
     @property
+    def missing(self) -> bool:
+        """Whether its bytes are nowhere: a replay has to make them."""
+        return not self.available and not self.alive
+
+    @property
     def stood_in_for(self) -> bool:
         """Whether its encoded form is there and is not its value."""
         return self.encoded_bytes > 0 and self.encoding is not None and self.encoding.stand_in

@@ -46,7 +46,7 @@ class Replays:
     def made_again(self, op: OpInfo) -> list[int]:
         """The outputs of a replay that are to be taken; the others exist already."""
         ledger = self._ledger
-        return [r for r in op.outputs if r in ledger and not ledger[r].available and not ledger[r].alive]
+        return [r for r in op.outputs if r in ledger and ledger[r].missing]
 
     def replayed(self, op: OpInfo, made: Iterable[int]) -> list[Instruction]:
         """The descent's op was replayed and the runtime holds the storages of `made`. What nobody needs any more

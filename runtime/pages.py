@@ -43,11 +43,6 @@ def facts_list(facts: Mapping[str, str]) -> str:
     return "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
 
 
-def not_measured(command: str) -> str:
-    """What stands in a place whose figure nobody has measured."""
-    return f"*Not measured yet: `{command}` fills this in.*"
-
-
 def example(readme: str) -> str:
     """The first Python block of a page."""
     found = _EXAMPLE.search(readme)

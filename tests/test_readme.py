@@ -213,6 +213,14 @@ def test_files_that_are_named_exist(name: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+@pytest.mark.parametrize("half", ["delta", "runtime"])
+def test_every_part_has_its_place_in_the_design(half: str) -> None:
+    named = set(re.findall(r"`([\w*]+)/?`", section("docs/design.md", "4. Two halves")))
+    parts = {path.stem for path in (ROOT / half).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    parts -= {"__init__", "__main__", "runtime", "policies"}
+    assert {"demo*" if part.startswith("demo") else part for part in parts} - named == set()
+
+
 NUMBERED = {  # how comments name a numbered part of docs/design.md, and how that part begins there
     r"section (\d+)(?![.\d])": "\n## {}. ",
     r"\brules? (\d+)": "\n{}. **",

@@ -156,10 +156,6 @@ class Plan:
         return bool(self.moves)
 
     @property
-    def recomputes(self) -> bool:
-        return Action.RECOMPUTE in self.actions
-
-    @property
     def idle(self) -> bool:
         """Whether nothing at all is to be done."""
         return not self.evictions and not self.moves and all(action is Action.KEEP for action in self.actions)
