@@ -98,6 +98,6 @@ class Following:
         return self._do(rec, Action.SWAP if whole else Action.RECOMPUTE, now_ns)
 
     def _record(self, order: int) -> Record | None:
-        """The record of a save order of this step."""
+        """The record of a save order of this step, in the version there is now."""
         saves = self._learner.log.saves
-        return self._ledger.records.get(saves[order]) if order < len(saves) else None
+        return self._ledger.records.get(self._ledger.resolve(saves[order])) if order < len(saves) else None

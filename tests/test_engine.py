@@ -997,6 +997,15 @@ def test_a_source_without_handles_goes_where_that_was_rehearsed(follows):
     assert toy.replayed == ([1, 2] if follows else [2])
 
 
+def test_what_was_written_in_place_goes_in_the_version_there_is_now():
+    toy = Toy(1000, SWAP, announced=True)
+    forward(toy, 2)
+    toy.overwrite(1, 9, [1], 100)
+    toy.let_go(9)
+    rehearsed(toy, {0: Moves(leaving=(0,))})
+    assert [i for i in toy.use(2, 50) if isinstance(i, SwapOut)] == [SwapOut(9, wait=False)]
+
+
 def test_a_rehearsed_copy_back_waits_until_there_is_room():
     """Limit 250: 1 and 2 are on the host. Both are to come back after the first turn, when 3 and 4 are resident; 2 fits
     when 4 has gone, 1 when 3 has."""
