@@ -40,17 +40,14 @@ from delta.runtime.switch import Switch
 from delta.runtime.tracer import Tracer
 from delta.timeline import Timeline
 from delta.trace import Recording
-from delta.types import Link
+from delta.types import Action, Link
 from delta.units import Bytes, Share, format_bytes, parse_size
 
 SAMPLE_S = 0.05  # while a timeline is written
 # Else samples are of little use: each event takes in the copies that have ended, and memory is looked at when
 # backward begins, where most of it is in use as a rule.
 IDLE_S = 0.5
-# What a copy takes from compute beside the part of its time that the device tells of. On a card it is the host's time,
-# which counts where the host is behind: an eviction and a return each take it about a tenth of a millisecond, and plans
-# with hundreds of them put it there. An estimate: no card has told.
-COPY_NS = {"cpu": 0, "chaos": 0, "cuda": 50_000}
+_UNUSED = Link(1e9, 1e9)  # where nothing is swapped
 # What torch.func answers to hooks asks the user to report it to PyTorch; it says nothing of Delta.
 _HOOKS_REFUSED = (
     "delta.evict works through saved-tensor hooks, under which torch.func.{grad, vjp, jacrev, hessian} do not run: use "
@@ -128,7 +125,7 @@ class evict(ContextDecorator):
         assert stack is not None
         elsewhere = self._hooks.all_elsewhere if self._hooks is not None else None
         if isinstance(error, torch.OutOfMemoryError) and self._core is not None:
-            error.add_note(_held_then(self._core))
+            _tell_what_was_held(error, self._core)
         stack.close()
         if error is not None and elsewhere is not None:
             error.add_note(elsewhere)
@@ -201,7 +198,8 @@ class evict(ContextDecorator):
         timeline = Timeline(self._timeline, self._header(device))
         undo.callback(timeline.close)
         addresses = self._addresses(device)
-        link = _link(device, budget)
+        swaps = not budget.unlimited and Action.SWAP in self.policy.director.actions
+        link = _measured(device) if swaps else _UNUSED
         engine = Engine(self.policy, budget, link, layout=addresses, clock=time.perf_counter_ns)
         core = Core(engine, device, Persistent(model), timeline)
         if addresses is not None:
@@ -262,24 +260,19 @@ class evict(ContextDecorator):
         }
 
 
-def _held_then(core: Core) -> str:
-    """What to say of an op that found no memory."""
+def _tell_what_was_held(error: torch.OutOfMemoryError, core: Core) -> None:
+    """To whom an op found no memory for."""
     held_bytes = core.engine.ledger.resident_bytes + core.watch.resident_bytes
-    return (
-        f"{format_bytes(held_bytes)} of it were saved activations, as far as Delta knows. Give delta.evict a lower "
-        "limit, or budget= instead of activations=, which counts what ops make beside them as well"
-    )
-
-
-def _link(device: Device, budget: Budget) -> Link:
-    if budget.unlimited:
-        return Link(1e9, 1e9)
-    return _measured(device)
+    if held_bytes:
+        error.add_note(
+            f"{format_bytes(held_bytes)} of it were saved activations, as far as Delta knows. Give delta.evict a lower "
+            "limit, or budget= instead of activations=, which counts what ops make beside them as well"
+        )
 
 
 def _measured(device: Device) -> Link:
     speed = device.bandwidth()
-    return Link(speed.out_bytes_per_s, speed.in_bytes_per_s, device.interference(), COPY_NS[device.kind])
+    return Link(speed.out_bytes_per_s, speed.in_bytes_per_s, device.interference(), device.copy_ns)
 
 
 def _device_of(model: nn.Module | None) -> torch.device | None:

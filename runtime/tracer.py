@@ -188,8 +188,8 @@ class Tracer(TorchDispatchMode):
         return self._step
 
     def _own(self, step: TracedStep) -> Bookkeeping:
-        """On CUDA the host works ahead, so what Delta's own work takes there says nothing of the step's time."""
-        return FREE if self._core.device.kind == "cuda" else step.own.means()
+        """Where the host works ahead, what Delta's own work takes there says nothing of the step's time."""
+        return FREE if self._core.clock.late else step.own.means()
 
     def _end(self, step: TracedStep) -> None:
         self._step = None

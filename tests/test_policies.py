@@ -8,9 +8,11 @@ from importlib.resources import files
 import pytest
 import yaml
 
+import delta
 from delta.config import Policy
 from delta.errors import PolicyError
 from delta.policies import load, names, schema
+from delta.runtime.device.cpu import CpuDevice
 from delta.types import Action, Cost, Leftover
 
 SHIPPED = [
@@ -279,3 +281,14 @@ def test_delta_policies_is_package_and_function(first):
     program = f"{first}\nimport delta\nprint(delta.policies(), delta.policies.load('keep').name)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{SHIPPED} keep"
+
+
+@pytest.mark.parametrize(("name", "asked"), [("recompute", False), ("swap", True), ("keep", False)])
+def test_the_link_is_measured_where_something_may_be_swapped(name, asked, monkeypatch):
+    probes = []
+    real = CpuDevice.bandwidth
+    monkeypatch.setattr(CpuDevice, "bandwidth", lambda device: probes.append(1) or real(device))
+    monkeypatch.setattr(CpuDevice, "interference", lambda device: 0.5)
+    with delta.evict(activations="50%", policy=name, device="cpu"):
+        pass
+    assert bool(probes) is asked

@@ -123,6 +123,8 @@ class Device(Protocol):
     torch_device: torch.device
     hoards: bool
     """Whether `used_bytes` counts memory that was freed but not given back, so that `trim` lowers it."""
+    copy_ns: int
+    """What a copy takes from compute beside the part of its time that `interference` tells of."""
     in_order: bool
     """Whether the transfers of one direction end in the order in which they were asked for."""
 

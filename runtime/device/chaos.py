@@ -50,6 +50,7 @@ class ChaosDevice:
 
     kind = "chaos"
     hoards = False
+    copy_ns = 0
     in_order = False
     torch_device = torch.device("cpu")
 

@@ -45,6 +45,7 @@ class CpuDevice:
 
     kind = "cpu"
     hoards = True
+    copy_ns = 0
     in_order = False
     torch_device = torch.device("cpu")
 

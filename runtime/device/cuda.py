@@ -36,6 +36,9 @@ from delta.runtime.spill import SpillFile
 _PROBE_BYTES = 16 * 2**20
 _PROBE_ROUNDS = 3
 _INTERFERENCE = 0.02  # copy engines do the work: an H100 lost 0 to 3 %
+# The host's time counts where the host is behind: an eviction and a return each take it about a tenth of a millisecond,
+# and plans with hundreds of them put it there. An estimate: no card has told.
+_COPY_NS = 50_000
 # Of a budget, what the allocator may reserve from the card for it: it does so in segments, and what is free in one that
 # is in use may be too small for the next request.
 RESERVED_RATIO = 1.05
@@ -70,6 +73,7 @@ class CudaDevice:
 
     kind = "cuda"
     hoards = False
+    copy_ns = _COPY_NS
 
     def __init__(self, card: Accelerator, host: HostConfig) -> None:
         self.torch_device = card.torch_device
