@@ -115,7 +115,7 @@ class _Reader:
         if number < 0:
             raise self.refused("a size cannot be negative")
         if number > _MAX_BYTES:
-            raise self.refused("a size above 8 EiB cannot be meant")
+            raise self.refused("a size must be at most 8 EiB")
         if number != int(number):
             raise self.refused("a size in bytes must be a whole number")
         return Bytes(int(number))
@@ -135,7 +135,7 @@ def parse_rate(text: str, *, what: str, error: type[DeltaError] = BudgetError) -
         raise error(f"{what}={text!r}: give bytes per second, such as 25GB/s or 12GiB/s")
     rate = parse_bytes(amount, what=what, error=error)
     if rate <= 0:
-        raise error(f"{what}={text!r}: a link that moves nothing is none; leave the option out")
+        raise error(f"{what}={text!r}: a rate must be above 0; leave the option out for the link that the trace has")
     return float(rate)
 
 

@@ -81,8 +81,7 @@ def _nothing() -> None:
 
 def _refuse_in_child() -> None:
     raise DeltaError(
-        "backward asks in a forked process for what forward has saved in the one it was forked from: run both in one "
-        "process"
+        "backward runs in a forked process, and forward ran in the process that it was forked from: run both in one"
     )
 
 
