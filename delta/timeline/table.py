@@ -1,12 +1,12 @@
 """A timeline as a text table: one line per step, one for what came after the last step's end, one with the totals."""
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from delta.text import aligned
 from delta.timeline.format import Event, Header
+from delta.timeline.steps import by_step
 from delta.units import format_bytes, format_ns
 
 _COLUMNS = (
@@ -76,13 +76,12 @@ class _Row:
 
 
 def to_table(header: Header, events: Sequence[Event]) -> str:
-    """The table with a title line and a legend. An event belongs to the first step that had not ended before it."""
-    steps = sorted((event for event in events if event.ev == "step"), key=lambda event: int(event.fields["end_ns"]))
+    """The table with a title line and a legend."""
+    steps, parts = by_step(events)
     rows = [*map(_step_row, steps), _Row("after")]
-    ends = [event.fields["end_ns"] for event in steps]
-    for event in events:
-        if event.ev != "step":
-            rows[bisect_left(ends, event.t_ns)].add(event)
+    for row, part in zip(rows, parts, strict=True):
+        for event in part:
+            row.add(event)
     total = _Row("total")
     for row in rows:
         total.include(row)
