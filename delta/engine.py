@@ -205,11 +205,11 @@ class Engine:
         """A storage was seen for the first time."""
         self.ledger.create(record, nbytes, kind, now_ns)
 
-    def op_ran(self, op: OpInfo, now_ns: int, module: str = "") -> list[Instruction]:
+    def op_ran(self, op: OpInfo, now_ns: int) -> list[Instruction]:
         """An op was recorded; all its records have been created."""
         self.ledger.add_op(op)
         for output in op.outputs:
-            self._room.candidates.makers[output] = (op.name, module)
+            self._room.candidates.makers[output] = (op.name, op.module)
         if self.learner.routine is not None:  # which is not learned from
             return []
         records = [self.ledger.records[record] for record in op.inputs + op.outputs]
@@ -218,12 +218,12 @@ class Engine:
             return self._cut()
         return self._make_for_more_of(op, now_ns)
 
-    def op_noted(self, op: OpInfo, module: str, gone: Iterable[int]) -> None:
+    def op_noted(self, op: OpInfo, gone: Iterable[int]) -> None:
         """An op ran that nobody recorded, and now it has to be known. All its records have been created, and of those
         it made some have `gone` by now."""
         self.ledger.add_op(op)
         for output in op.outputs:
-            self._room.candidates.makers[output] = (op.name, module)
+            self._room.candidates.makers[output] = (op.name, op.module)
         for record in gone:
             self.ledger.gone(record)
             self._room.candidates.missing(self.ledger.records[record])
@@ -541,6 +541,14 @@ class Engine:
     def maker(self, record: int) -> str:
         """The name of the op that made a record; "" if none is known."""
         return self._room.candidates.makers.get(record, ("", ""))[0]
+
+    def source_of(self, record: int, order: int) -> tuple[str, str]:
+        """The op that made a storage saved in that order, and the module it ran in; "" for what is not known. In a step
+        that follows its routine most ops are not recorded, and are those that were when it was learned."""
+        known = self._room.candidates.makers.get(record)
+        if known is None and self.learner.routine is not None:
+            known = self.learner.source_of(order)
+        return known or ("", "")
 
     def rescue(self, now_ns: int) -> list[Instruction]:
         """The device is out of memory: evict everything that can go at once."""

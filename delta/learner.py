@@ -483,6 +483,14 @@ class Learner:
         if self._following is profile:
             self.leave_routine()
 
+    def source_of(self, order: int) -> tuple[str, str] | None:
+        """Name and module of the op that makes what is saved in that order, in steps that go like this one."""
+        graph = self.current.graph if self.current is not None else None
+        if graph is None or not 0 <= order < len(graph.saved):
+            return None
+        made = graph.nodes[graph.saved[order]].op
+        return (graph.ops[made].name, graph.ops[made].module) if made is not None else None
+
     def abandon(self) -> None:
         """A step has ended that there is nothing to be learned from."""
         self._expect(None)

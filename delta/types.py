@@ -64,7 +64,8 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """One recorded op. `inputs` and `outputs` are record ids; `cost_ns` is its own run time."""
+    """One recorded op. `inputs` and `outputs` are record ids; `cost_ns` is its own run time. `module`: the qualified
+    name of the one it ran in, where that is known."""
 
     id: int
     name: str
@@ -73,6 +74,7 @@ class OpInfo:
     cost_ns: int
     replayable: bool
     overwrites: tuple[int, ...] = ()  # inputs whose storage the op writes in place: a replay works on a copy
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,7 @@ class Core:
         """An op ran. `untimed`: the token that will say later how long that took; None if that is known."""
         for record in op.outputs:
             self.slots[record].recipe = recipe
-        self.run(self.engine.op_ran(op, time.perf_counter_ns(), self.module))
+        self.run(self.engine.op_ran(op, time.perf_counter_ns()))
         if untimed is not None:
             self.untimed.append((op.id, untimed))
             if len(self.untimed) > _MOST_UNTIMED:  # of a program that saves nothing, and so never asks
@@ -423,9 +423,9 @@ class Core:
         if begins and self.clock.late and engine.learner.refines:
             self.clock.hold_back(min(self._host_step_ns, _LONGEST_HOLD_NS))
         self._note_moment()
+        if self.timeline.active:  # before it is told that the record has gone
+            self.emit_saved(record, rec.nbytes, rec.saved_at)
         self.run(instructions)
-        if self.timeline.active:
-            self.emit("saved", record=record, nbytes=rec.nbytes)
         return record
 
     def filled_unseen(self, record: int, tensor: Tensor) -> bool:
@@ -705,6 +705,12 @@ class Core:
     def emit(self, ev: str, **fields: Any) -> None:
         if self.timeline.active:
             self.timeline.emit(ev, time.perf_counter_ns(), **fields)
+
+    def emit_saved(self, record: int, nbytes: int, order: int) -> None:
+        """A tensor was saved on a storage whose first save has that order."""
+        op, module = self.engine.source_of(record, order)
+        known = {name: value for name, value in (("op", op), ("module", module)) if value}
+        self.emit("saved", record=record, nbytes=nbytes, **known)
 
     def raise_warnings(self) -> None:
         """Tell the user what the engine wants to warn of, or makes an error. Only from the user's own calls, when what

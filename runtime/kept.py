@@ -103,7 +103,7 @@ class KeptTensors:
                     made.is_kept_as(tensor, packed.tensor)
                 self._tensors.append(weakref.ref(packed))
                 if core.timeline.active:
-                    core.emit("saved", record=kept.record, nbytes=nbytes)
+                    core.emit_saved(kept.record, nbytes, order)
                 return packed
         if order in routine.noted and (noted := core.noted.pack(order, key, storage, tensor, signature)) is not None:
             return noted
@@ -124,7 +124,7 @@ class KeptTensors:
                 core.hold(anchor)
         if core.timeline.active:
             nbytes = core.engine.ledger[record].nbytes
-            core.emit("saved", record=record, nbytes=nbytes)
+            core.emit_saved(record, nbytes, order)
             core.emit("evicted", record=record, nbytes=nbytes, action=str(Action.RECOMPUTE))
         return handle_of(core, record, tensor, tensor._version, stays=False)
 

@@ -77,9 +77,9 @@ class NoteRecords:
         read_by = tuple(dict.fromkeys([entry.record for entry in inputs]))
         outputs = tuple([product.record for product in products])
         overwrites = () if note.overwrites is None else (inputs[note.overwrites].record,)
-        op = OpInfo(note.number, note.facts.name, read_by, outputs, note.cost_ns, True, overwrites)
+        op = OpInfo(note.number, note.facts.name, read_by, outputs, note.cost_ns, True, overwrites, note.module)
         slots = self._core.slots
-        self._engine.op_noted(op, note.module, [record for record in outputs if slots[record].alive() is None])
+        self._engine.op_noted(op, [record for record in outputs if slots[record].alive() is None])
         for record in outputs:
             slots[record].recipe = recipe
 

@@ -171,7 +171,7 @@ class Noted:
         packed = NotedTensor(core, made, kept, tensor, engine.step_ends.stretch)
         self._tensors.append(weakref.ref(packed))
         if core.timeline.active:
-            core.emit("saved", record=kept.record, nbytes=made.nbytes)
+            core.emit_saved(kept.record, made.nbytes, order)
         if first:
             if core.timeline.active:
                 core.emit("evicted", record=kept.record, nbytes=made.nbytes, action=str(Action.RECOMPUTE))

@@ -226,12 +226,12 @@ class Recorder(TorchDispatchMode):
         cost_ns: int,
     ) -> OpInfo:
         """The engine's side of a record: an op without a recipe reads nothing, so it keeps nothing alive."""
-        made = tuple([product.record for product in products])
+        core, made = self._core, tuple([product.record for product in products])
         if recipe is None:
-            return OpInfo(self._core.next_id(), facts.name, (), made, cost_ns, False)
+            return OpInfo(core.next_id(), facts.name, (), made, cost_ns, False, module=core.module)
         read = tuple(dict.fromkeys([entry.record for entry in recipe.inputs]))
         overwrites = tuple([record for record in new_versions if record in read])  # statistics are written but not read
-        return OpInfo(self._core.next_id(), facts.name, read, made, cost_ns, True, overwrites)
+        return OpInfo(core.next_id(), facts.name, read, made, cost_ns, True, overwrites, core.module)
 
     def _inputs(self, tensors: Sequence[Tensor]) -> tuple[Input, ...] | None:
         """The op's inputs as records, or None where one of them cannot be had again."""

@@ -65,8 +65,9 @@ class evict(ContextDecorator):
     ``budget``: device bytes the process may use in all (``8_000_000_000``, ``"8GiB"``, ``"60%"`` of the device).
     ``activations``: bytes of saved activations that may be resident (``"2GiB"``, or ``"40%"`` of what the step would
     hold if nothing were evicted). Give one of them, or neither to watch and report only. ``policy``: a shipped name, a
-    path to a YAML file, or a `delta.Policy`. ``model``: optional; names modules in rules. ``timeline``: a file for the
-    events of the run. ``trace``: a file for the first step as a trace, or a `delta.trace.Recording` of other steps.
+    path to a YAML file, or a `delta.Policy`. ``model``: optional; names modules in rules and in the timeline.
+    ``timeline``: a file for the events of the run. ``trace``: a file for the first step as a trace, or a
+    `delta.trace.Recording` of other steps.
     ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the current CUDA device, else the CPU.
 
     Usable as a decorator and one block after the other, not nested. A backward after the block has ended still works.

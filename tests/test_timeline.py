@@ -14,11 +14,11 @@ from delta.timeline.axis import bytes_scale, seconds_scale
 from delta.types import Action
 
 HEADER = {"policy": "delta", "device": "cpu", "budget": {"activations_bytes": 100}, "torch": "2.13.0", "started": "now"}
-FULL_HEADER = {"delta_timeline": 1, **HEADER}
+FULL_HEADER = {"delta_timeline": 2, **HEADER}
 
 # One step of 0..10 µs under a budget of 100 bytes, then a little after its end.
 EVENTS_OF_A_STEP = [
-    Event(1000, "saved", {"record": 1, "nbytes": 80, "op": "aten.mm", "step": 0}),
+    Event(1000, "saved", {"record": 1, "nbytes": 80, "op": "aten.mm", "module": "head", "step": 0}),
     Event(1000, "memory", {"resident_bytes": 80, "unevicted_bytes": 80, "limit_bytes": 100}),
     Event(2000, "evicted", {"record": 1, "nbytes": 80, "action": "swap"}),
     Event(3500, "copied", {"record": 1, "nbytes": 80, "direction": "out", "start_ns": 2000, "end_ns": 3500}),
@@ -148,7 +148,7 @@ HEADER_LINE = json.dumps(FULL_HEADER) + "\n"
         ('{"a": 1}\n', 1, "not a timeline: its first line must hold 'delta_timeline'"),
         ("hello\n", 1, "not JSON"),
         ("[1]\n", 1, "not a JSON object"),
-        ('{"delta_timeline": 2}\n', 1, "delta_timeline is 2, this version of Delta reads 1"),
+        ('{"delta_timeline": 1}\n', 1, "delta_timeline is 1, this version of Delta reads 2"),
         ('{"delta_timeline": true}\n', 1, "delta_timeline is True"),
         (HEADER_LINE[:20], 1, "the file is cut off in this line"),
         (HEADER_LINE + '{"t_ns": 1, "ev"', 2, "the file is cut off in this line; remove the line to read the rest"),
@@ -167,6 +167,11 @@ HEADER_LINE = json.dumps(FULL_HEADER) + "\n"
             + '{"t_ns": 1, "ev": "copied", "record": 1, "nbytes": 2, "direction": "up", "start_ns": 1, "end_ns": 2}\n',
             2,
             "must be 'out' or 'in'",
+        ),
+        (
+            HEADER_LINE + '{"t_ns": 1, "ev": "evicted", "record": 1, "nbytes": 2, "action": "keep"}\n',
+            2,
+            "field 'action' is 'keep', must be 'swap' or 'recompute' or 'encode'",
         ),
     ],
 )

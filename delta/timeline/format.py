@@ -2,11 +2,11 @@
 
 ::
 
-    {"delta_timeline": 1, "policy": "delta", "device": "cpu", "budget": {}, "torch": "2.13.0", "started": "..."}
-    {"t_ns": 120, "ev": "saved", "record": 3, "nbytes": 4096, "op": "aten.gelu", "step": 0}
+    {"delta_timeline": 2, "policy": "delta", "device": "cpu", "budget": {}, "torch": "2.13.0", "started": "..."}
+    {"t_ns": 120, "ev": "saved", "record": 3, "nbytes": 4096, "op": "aten.gelu", "module": "blocks.0.act"}
 
 ``t_ns`` is when the event was known; events that took time also carry ``start_ns`` and ``end_ns`` on the same clock. A
-reader of version 1 refuses kinds and fields it does not know, so a new field means a new version.
+reader of version 2 refuses kinds and fields it does not know, so a new field means a new version.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-VERSION = 1
+VERSION = 2
 VERSION_KEY = "delta_timeline"
 
 Header = Mapping[str, Any]
@@ -56,8 +56,8 @@ class Kind:
             yield f"field {name!r} is {value!r}, must be {'a whole number' if wanted is int else 'a text'}"
         elif name.endswith("bytes") and value < 0:  # type: ignore[operator]  # an int here
             yield f"field {name!r} is {value}, must not be negative"
-        elif name == "direction" and value not in ("out", "in"):
-            yield f"field 'direction' is {value!r}, must be 'out' or 'in'"
+        elif name in _CHOICES and value not in _CHOICES[name]:
+            yield f"field {name!r} is {value!r}, must be {' or '.join(map(repr, _CHOICES[name]))}"
 
     @staticmethod
     def _ends_after_start(fields: Mapping[str, Any]) -> bool:
@@ -73,11 +73,12 @@ def _fields(names: str) -> Mapping[str, type]:
     return MappingProxyType({name: _TYPES.get(name, int) for name in names.split()})
 
 
-_TYPES = {"op": str, "action": str, "direction": str, "why": str, "mode": str}  # every other field is an int
+_TYPES = dict.fromkeys(("op", "module", "action", "direction", "why", "mode"), str)  # every other field is an int
+_CHOICES = {"direction": ("out", "in"), "action": ("swap", "recompute", "encode")}
 
 EVENTS: Mapping[str, Kind] = MappingProxyType(
     {
-        "saved": _kind("record nbytes", "op step"),
+        "saved": _kind("record nbytes", "op module step"),
         "evicted": _kind("record nbytes action"),
         "copied": _kind("record nbytes direction start_ns end_ns"),
         "recomputed": _kind("record nbytes start_ns end_ns", "op"),
