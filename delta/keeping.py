@@ -124,11 +124,12 @@ class Keeping:
             self.went(kept)
         self._learner.released(kept.order)
 
-    def unread(self, key: int) -> None:
-        """Nothing that has been noted will read the storage any more."""
+    def unread(self, key: int) -> Kept | None:
+        """Nothing that has been noted will read the storage any more. What goes by that."""
         kept = self.lingering.pop(key, None)
         if kept is not None:
             self.went(kept)
+        return kept
 
     def went(self, kept: Kept) -> None:
         """The bytes are not there any more, or nobody asks for them."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from delta.keeping import Kept
 from delta.runtime.note import Made, Readers
+from delta.types import Instruction
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -112,10 +113,9 @@ class Inbox:
                 if core.untimed:
                     core.time_ops(wait=engine.ledger.own_handles == 1)  # the step is about to be learned from
                 if note[0] == "kept":
-                    read = core.noted.keeps(note[1].key)
-                    out = engine.unsaved_kept(note[1], time.perf_counter_ns(), read)
+                    out = self._unsaved(note[1], read=core.noted.keeps(note[1].key))
                 elif note[0] == "noted":
-                    out = engine.unsaved_kept(note[1], time.perf_counter_ns())
+                    out = self._unsaved(note[1])
                     core.noted.released(note[1], note[2])
                 else:
                     out = engine.unsaved(note[1], time.perf_counter_ns())
@@ -125,3 +125,11 @@ class Inbox:
                     core.step_ended()
         finally:
             self.emptying = False
+
+    def _unsaved(self, kept: Kept, read: bool = False) -> list[Instruction]:
+        """A saved tensor on a kept storage has died. `read`: a note reads that still."""
+        core, there = self._core, kept.there
+        out = core.engine.unsaved_kept(kept, time.perf_counter_ns(), read)
+        if core.timeline.active and there and not kept.there:
+            core.emit("freed", record=kept.record, nbytes=kept.nbytes)
+        return out

@@ -226,7 +226,9 @@ class Noted:
             if not readers[key]:
                 del readers[key]
                 if readers is self.readers:  # else they have records by now
-                    self._engine.keeping.unread(key)
+                    gone = self._engine.keeping.unread(key)
+                    if gone is not None and self._core.timeline.active:
+                        self._core.emit("freed", record=gone.record, nbytes=gone.nbytes)
 
     def released(self, kept: Kept, made: weakref.ref[Made]) -> None:
         """A saved tensor has died."""

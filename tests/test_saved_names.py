@@ -1,4 +1,4 @@
-"""Which op and module made what a step saved, as the timeline of a real training tells it."""
+"""Which op and module made what a step saved, and when it goes: as the timeline of a real training tells it."""
 
 from __future__ import annotations
 
@@ -114,6 +114,32 @@ def test_in_a_step_that_follows_its_routine_names_are_those_that_were_recorded(p
     assert told(parts[STEADY]) == told(parts[0])
     assert {"blocks.3.act", "blocks.0.norm", None} <= {module for _, _, module in told(parts[STEADY])}
     assert {event.fields["action"] for event in parts[STEADY] if event.ev == "evicted"}
+
+
+class Forked(nn.Module):
+    """The saved tensor on `kept` dies before backward asks for what is made of that again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            kept = x.detach().tanh()
+            x = x * kept.exp() + x * 0.5 * kept
+        return x
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("policy", "make"), [("recompute", Net), ("delta", Net), ("recompute", Forked)])
+def test_there_each_that_stayed_is_freed_once(policy: str, make: type[nn.Module], tmp_path: Path) -> None:
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    last = trained(tmp_path / "run.jsonl", make(), STEADY + 1, activations="60%", policy=chosen)[STEADY]
+    stayed = {event.fields["record"] for event in last if event.ev == "saved"}
+    stayed -= {event.fields["record"] for event in last if event.ev == "evicted"}
+    freed = Counter(event.fields["record"] for event in last if event.ev == "freed")
+    assert stayed and {record: freed[record] for record in stayed} == dict.fromkeys(stayed, 1)
 
 
 @pytest.mark.usefixtures("one_thread")
