@@ -285,11 +285,14 @@ def timeline(
     files: Annotated[list[str], typer.Argument(help="Timeline files; more than one for --svg only.")],
     chrome: Annotated[str | None, typer.Option(help="Write a Chrome trace, for https://ui.perfetto.dev.")] = None,
     svg: Annotated[str | None, typer.Option(help="Write a picture of memory over time.")] = None,
+    by: Annotated[str | None, typer.Option(help="Who holds the memory in a step: by op or by module.")] = None,
 ) -> None:
     """Show a timeline as a table, or write it as a Chrome trace or a picture."""
-    from delta.timeline import Series, read_timeline, to_chrome, to_svg, to_table
+    from delta.timeline import GROUPINGS, Series, read_timeline, to_chrome, to_holders, to_svg, to_table
 
-    if len(files) > 1 and (svg is None or chrome is not None):
+    if by is not None and by not in GROUPINGS:
+        raise TimelineError(f"--by {by}: allowed are {', '.join(GROUPINGS)}")
+    if len(files) > 1 and (svg is None or chrome is not None or by is not None):
         raise TimelineError(f"{len(files)} timelines given: only --svg takes more than one")
     series = [Series(Path(file).name.partition(".")[0], *read_timeline(file)) for file in files]
     first = series[0]
@@ -297,7 +300,9 @@ def timeline(
         _write(chrome, json.dumps(to_chrome(first.header, first.events)))
     if svg is not None:
         _write(svg, to_svg(series))
-    if chrome is None and svg is None:
+    if by is not None:
+        typer.echo(to_holders(first.header, first.events, by))
+    elif chrome is None and svg is None:
         typer.echo(to_table(first.header, first.events))
 
 

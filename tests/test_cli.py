@@ -89,6 +89,23 @@ def test_timeline_prints_a_table(timeline_file: Path) -> None:
     assert "100 B" in text
 
 
+def test_timeline_tells_who_holds_the_memory(timeline_file: Path, tmp_path: Path) -> None:
+    path, trace = tmp_path / "named.jsonl", tmp_path / "trace.json"
+    timeline = Timeline(path, {"policy": "delta", "device": "cpu"})
+    timeline.emit("saved", 5, record=1, nbytes=2048, op="aten.mm", module="blocks.0")
+    timeline.emit("step", 9, index=0, mode="observe", start_ns=0, end_ns=9, peak_bytes=2048)
+    timeline.close()
+    for by, name in (("op", "aten.mm"), ("module", "blocks.0")):
+        lines = deltactl("timeline", str(path), "--by", by, "--chrome", str(trace)).output.splitlines()
+        assert lines[0] == f"policy delta on cpu, step 0 (observe) of 1, the last in which {by}s are known"
+        assert (lines[2].split()[0], lines[4].split()[:5]) == (by, [name, "1", "2", "KiB", "2"])
+    assert trace.exists()
+    assert "--by layer: allowed are op, module" in refused(deltactl("timeline", str(path), "--by", "layer"))
+    assert "tells the op of a saved tensor" in refused(deltactl("timeline", str(timeline_file), "--by", "op"))
+    both = deltactl("timeline", str(path), str(path), "--svg", str(tmp_path / "run.svg"), "--by", "op")
+    assert "only --svg takes more than one" in refused(both)
+
+
 def test_timeline_writes_what_is_asked_for(timeline_file: Path, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "run.svg"
     outcome = deltactl("timeline", str(timeline_file), "--chrome", str(trace), "--svg", str(picture))

@@ -7,6 +7,7 @@
     reader    `read_timeline`, which refuses anything damaged
     chrome    `to_chrome`, for https://ui.perfetto.dev
     table     `to_table`, one line per step
+    holders   `to_holders`, one line per op or module that made what a step saved
     picture   `to_svg`, memory over time
 
 Not covered: clocks and threads. Every time is passed in as ``t_ns``, nanoseconds on any clock that only goes forward.
@@ -14,6 +15,7 @@ Not covered: clocks and threads. Every time is passed in as ``t_ns``, nanosecond
 
 from delta.timeline.chrome import to_chrome
 from delta.timeline.format import EVENTS, VERSION, Event, Header, Kind
+from delta.timeline.holders import GROUPINGS, to_holders
 from delta.timeline.picture import Series, to_svg
 from delta.timeline.reader import read_timeline
 from delta.timeline.table import to_table
@@ -21,6 +23,7 @@ from delta.timeline.writer import Timeline
 
 __all__ = [
     "EVENTS",
+    "GROUPINGS",
     "VERSION",
     "Event",
     "Header",
@@ -29,6 +32,7 @@ __all__ = [
     "Timeline",
     "read_timeline",
     "to_chrome",
+    "to_holders",
     "to_svg",
     "to_table",
 ]
