@@ -165,8 +165,8 @@ class Hooks:
         if self._elsewhere is None or core.engine.totals.steps or core.watch.count or core.engine.learner.in_step:
             return None
         return (
-            f"autograd saves its tensors on {self._elsewhere}, and none on {core.device.torch_device}, where this block "
-            f'looks, so nothing was evicted: give device="{self._elsewhere}", or model='
+            f"autograd saves its tensors on {self._elsewhere}, and none on {core.device.torch_device}, where this "
+            f'block looks, so nothing was evicted: give device="{self._elsewhere}", or model='
         )
 
     def _wanted(self, tensor: Tensor) -> bool:
