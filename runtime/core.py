@@ -423,7 +423,11 @@ class Core:
         if begins and self.clock.late and engine.learner.refines:
             self.clock.hold_back(min(self._host_step_ns, _LONGEST_HOLD_NS))
         self._note_moment()
-        self.run(instructions)
+        try:
+            self.run(instructions)
+        except BaseException:  # Ctrl-C: no handle comes of it that could die
+            self.inbox.handles_died([record])
+            raise
         if self.timeline.active:
             self.emit("saved", record=record, nbytes=rec.nbytes)
         return record
