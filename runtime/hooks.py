@@ -84,11 +84,13 @@ class Hooks:
         return Handle(core, record, view, counter, version, stays)
 
     def _take_over(self) -> None:
-        """What was only watched so far does not fit: look after it from here on."""
+        """What was only watched so far does not fit: look after it from here on. One that cannot be taken over, and
+        those behind it, keep their tensors."""
         for watched in self._core.watch.hand_over():
-            tensor, watched.tensor = watched.tensor, None
+            tensor = watched.tensor
             assert tensor is not None
             watched.taken = self._handle(tensor, watched.version, watched.nbytes, signature_of(tensor, watched.nbytes))
+            watched.tensor = None
             del tensor
         self._core.at_pack()
 
