@@ -52,9 +52,9 @@ class Hooks:
         self._elsewhere: torch.device | None = None  # where a tensor was saved that is not looked after
 
     def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | NotedTensor | Passed:
-        if not self._wanted(tensor):
-            return Passed(tensor)
         core = self._core
+        if core.let_pass or not self._wanted(tensor):
+            return Passed(tensor)
         if core.engine.step_ends.needed:
             core.forward_again()
         if core.watching():
