@@ -18,7 +18,7 @@ import torch
 from delta.config import HostConfig
 from delta.policies.loader import load
 from delta.runtime.device import make_device
-from delta.runtime.monitor import host_facts
+from delta.runtime.monitor import host_facts, spill_facts
 from delta.runtime.rawmem import GLIBC_SETTINGS, HUGE_PAGES, heap_lacks_huge_pages
 from delta.text import aligned
 from delta.units import format_bytes
@@ -79,14 +79,15 @@ class Diagnosis:
         return asdict(self)
 
     def __str__(self) -> str:
-        spill_free = "not writable" if self.spill_free_bytes is None else f"{format_bytes(self.spill_free_bytes)} free"
+        directory = self.spill_directory
+        spill = f"{directory}, not writable" if self.spill_free_bytes is None else spill_facts(directory).text
         rows = [
             ("python", f"{self.python} on {self.system}"),
             *((name, number or "not installed") for name, number in self.versions.items()),
             ("CUDA of torch", self.cuda or "none (CPU build)"),
             ("cores", str(self.cores)),
             ("memory", f"{format_bytes(self.ram_bytes)}, {format_bytes(self.ram_available_bytes)} available"),
-            ("spill directory", f"{self.spill_directory}, {spill_free}"),
+            ("spill directory", spill),
             *((f"device {device.name}", _device_text(device)) for device in self.devices),
             *((f"missing {item.what}", f"{item.why}; {item.how}") for item in self.missing),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from delta.budget import Budget
-from delta.config import Policy
+from delta.config import HostConfig, Policy
 from delta.engine import Engine
 from delta.errors import BudgetError, DeltaError, NestedSessionError
 from delta.policies.loader import load
@@ -31,6 +32,7 @@ from delta.runtime.daemon import Daemon
 from delta.runtime.device import Device, make_device
 from delta.runtime.hooks import Hooks
 from delta.runtime.modules import ModuleNames
+from delta.runtime.monitor import spill_facts
 from delta.runtime.own_time import TimedRecorder
 from delta.runtime.persistent import Persistent
 from delta.runtime.recorder import Recorder
@@ -54,7 +56,6 @@ _HOOKS_REFUSED = (
     "torch.autograd.grad or torch.autograd.functional, give the function that calls the transform to torch.compile, or "
     "run it outside of the block"
 )
-
 _LEFT_ELSEWHERE = (
     "this block of delta.evict was left in another thread than it was entered in, where its hooks and its recorder "
     "have to stay; they do nothing from here on. Leave a block in the thread that entered it: a generator in the midst "
@@ -219,6 +220,8 @@ class evict(ContextDecorator):
         swaps = not budget.unlimited and Action.SWAP in self.policy.director.actions
         link = _measured(device) if swaps else _UNUSED
         engine = Engine(self.policy, budget, link, layout=addresses, clock=time.perf_counter_ns)
+        if swaps:
+            _warn_of_spilling_to_memory(engine, device.kind, self.policy.host)
         core = Core(engine, device, Persistent(model), timeline)
         if addresses is not None:
             addresses.follow(core.slots)
@@ -287,6 +290,16 @@ def _tell_what_was_held(error: torch.OutOfMemoryError, core: Core) -> None:
             f"{format_bytes(held_bytes)} of it were saved activations, as far as Delta knows. Give delta.evict a lower "
             "limit, or budget= instead of activations=, which counts what ops make beside them as well"
         )
+
+
+def _warn_of_spilling_to_memory(engine: Engine, device_kind: str, host: HostConfig) -> None:
+    """If the spill file would lie in memory. A card has one only where the policy names a directory."""
+    directory = host.spill_dir or (tempfile.gettempdir() if device_kind == "cpu" else None)
+    if directory is None or device_kind == "chaos":
+        return
+    facts = spill_facts(directory)
+    if facts.in_memory:
+        engine.totals.warn("spill", f"the spill directory {facts.text}")
 
 
 def _measured(device: Device) -> Link:

@@ -598,7 +598,7 @@ def test_a_training_on_another_device_than_the_one_looked_after_is_told_of_once(
     x = torch.ones(4, requires_grad=True)
     with (
         pytest.warns(RuntimeWarning, match='on cpu, and none on meta.*give device="cpu"') as told,
-        block(device="cpu") as run,
+        block("recompute", device="cpu") as run,
     ):
         for _ in range(3):
             x.sin().sum().backward()
