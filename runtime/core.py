@@ -141,6 +141,7 @@ class Core:
         self.depth = 0
         self._collects = False
         self.owner = 0  # the thread that is in here; 0: none
+        self.let_pass = 0  # the thread where hooks and recorder do nothing any more, but have to stay; 0: none
         self._entered_ns = 0
         self._excluded_ns = 0
         self._step_began_ns = 0
@@ -154,7 +155,7 @@ class Core:
         if self.depth and self._collects:  # another thread was in here
             gc.enable()
         self.abandoned, self.lock, self.depth = True, threading.RLock(), 0
-        self.owner = threading.get_ident()  # so the recorder takes all ops for Delta's own
+        self.owner = self.let_pass = threading.get_ident()
         self.at_unpack = _refuse_in_child
 
     @property
@@ -194,7 +195,7 @@ class Core:
     def _leave(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.owner = 0 if not self.abandoned else threading.get_ident()
+            self.owner = self.let_pass  # the recorder takes all of that thread's ops for Delta's own
             if self._collects:
                 gc.enable()
         self.lock.release()
@@ -425,7 +426,11 @@ class Core:
         self._note_moment()
         if self.timeline.active:  # before it is told that the record has gone
             self.emit_saved(record, rec.nbytes, rec.saved_at)
-        self.run(instructions)
+        try:
+            self.run(instructions)
+        except BaseException:  # Ctrl-C: no handle comes of it that could die
+            self.inbox.handles_died([record])
+            raise
         return record
 
     def filled_unseen(self, record: int, tensor: Tensor) -> bool:
@@ -722,6 +727,11 @@ class Core:
         self.engine.raise_failed()
 
     # -- the end --------------------------------------------------------------------------------------------------
+    def stay_behind(self, thread: int) -> None:
+        """The block is about to end in another thread than this one, where nobody can take off hooks and recorder."""
+        with self:
+            self.let_pass = thread
+
     def close(self) -> None:
         """The block has ended: no thread stays. What handles still need stays until the last of them dies."""
         self.at_pack = self.at_unpack = _nothing

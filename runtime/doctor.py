@@ -13,12 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-import psutil
 import torch
 
 from delta.config import HostConfig
 from delta.policies.loader import load
 from delta.runtime.device import make_device
+from delta.runtime.monitor import host_facts, spill_facts
 from delta.runtime.rawmem import GLIBC_SETTINGS, HUGE_PAGES, heap_lacks_huge_pages
 from delta.text import aligned
 from delta.units import format_bytes
@@ -79,14 +79,15 @@ class Diagnosis:
         return asdict(self)
 
     def __str__(self) -> str:
-        spill_free = "not writable" if self.spill_free_bytes is None else f"{format_bytes(self.spill_free_bytes)} free"
+        directory = self.spill_directory
+        spill = f"{directory}, not writable" if self.spill_free_bytes is None else spill_facts(directory).text
         rows = [
             ("python", f"{self.python} on {self.system}"),
             *((name, number or "not installed") for name, number in self.versions.items()),
             ("CUDA of torch", self.cuda or "none (CPU build)"),
             ("cores", str(self.cores)),
             ("memory", f"{format_bytes(self.ram_bytes)}, {format_bytes(self.ram_available_bytes)} available"),
-            ("spill directory", f"{self.spill_directory}, {spill_free}"),
+            ("spill directory", spill),
             *((f"device {device.name}", _device_text(device)) for device in self.devices),
             *((f"missing {item.what}", f"{item.why}; {item.how}") for item in self.missing),
         ]
@@ -104,7 +105,7 @@ def _device_text(device: DeviceFinding) -> str:
 def diagnose() -> Diagnosis:
     """Look at the machine and measure its devices. Takes about a second; changes nothing."""
     host = load("delta").host
-    memory = psutil.virtual_memory()
+    memory = host_facts()
     spill = host.spill_dir or tempfile.gettempdir()
     return Diagnosis(
         python=platform.python_version(),
@@ -112,8 +113,8 @@ def diagnose() -> Diagnosis:
         versions={name: _version(name) for name in _PACKAGES},
         cuda=torch.version.cuda,
         cores=len(os.sched_getaffinity(0)),
-        ram_bytes=memory.total,
-        ram_available_bytes=memory.available,
+        ram_bytes=memory.total_bytes,
+        ram_available_bytes=memory.available_bytes,
         spill_directory=spill,
         spill_free_bytes=shutil.disk_usage(spill).free if os.access(spill, os.W_OK | os.X_OK) else None,
         devices=tuple(_measured(name, title, host) for name, title in _device_names()),

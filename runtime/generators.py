@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,12 +52,24 @@ def _numbers_of(generator: torch.Generator) -> torch.Generator:
 def run_seeded(
     func: OpOverload, generator: torch.Generator | None, state: Tensor | None, args: list[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a call that draws from the generator in that state; the generator is left as it is now."""
+    """Run a call that draws from the generator in that state; the generator is left as it is now.
+
+    Other threads draw from it, too (a loader that shuffles). So a call that can be told where to draw from gets a
+    generator of its own. Where it cannot, and on a card, the shared one is set back for as long as the call takes.
+    """
     if generator is None or state is None:
         return func(*args, **kwargs)
+    if generator.device.type == "cpu" and _may_be_told(func):
+        return func(*args, **{**kwargs, "generator": torch.Generator().set_state(state)})
     now = generator.get_state()
-    set_back(generator, state)
     try:
+        set_back(generator, state)
         return func(*args, **kwargs)
     finally:
         set_back(generator, now)
+
+
+@cache
+def _may_be_told(func: OpOverload) -> bool:
+    """Whether the op has an argument for what to draw from."""
+    return any(argument.name == "generator" and argument.kwarg_only for argument in func._schema.arguments)

@@ -52,9 +52,9 @@ class Hooks:
         self._elsewhere: torch.device | None = None  # where a tensor was saved that is not looked after
 
     def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | NotedTensor | Passed:
-        if not self._wanted(tensor):
-            return Passed(tensor)
         core = self._core
+        if core.let_pass or not self._wanted(tensor):
+            return Passed(tensor)
         if core.engine.step_ends.needed:
             core.forward_again()
         if core.watching():
@@ -84,11 +84,13 @@ class Hooks:
         return Handle(core, record, view, counter, version, stays)
 
     def _take_over(self) -> None:
-        """What was only watched so far does not fit: look after it from here on."""
+        """What was only watched so far does not fit: look after it from here on. One that cannot be taken over, and
+        those behind it, keep their tensors."""
         for watched in self._core.watch.hand_over():
-            tensor, watched.tensor = watched.tensor, None
+            tensor = watched.tensor
             assert tensor is not None
             watched.taken = self._handle(tensor, watched.version, watched.nbytes, signature_of(tensor, watched.nbytes))
+            watched.tensor = None
             del tensor
         self._core.at_pack()
 

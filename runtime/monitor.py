@@ -1,5 +1,4 @@
-"""What the machine says about itself: cards (NVML), memory (psutil), the spill directory. And a ladder for
-watermarks.
+"""What the machine says about itself: cards (NVML), memory (psutil, control groups), the spill directory.
 
 Nothing here raises because a driver, a card or a file is missing: the text of the answer says what is missing and how
 to get it.
@@ -15,6 +14,7 @@ from typing import TypeVar
 import psutil
 import pynvml  # type: ignore[import-untyped]
 
+from delta.runtime.cgroups import memory_limits
 from delta.units import format_bytes
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ _VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Memory of the machine and of this process."""
+    """Memory that this process may use, on the machine or in its container, and memory that it does use."""
 
     total_bytes: int
     available_bytes: int
@@ -77,9 +77,11 @@ class SpillFacts:
 
 
 def host_facts() -> HostFacts:
-    memory = psutil.virtual_memory()
+    memory, groups = psutil.virtual_memory(), list(memory_limits())
+    total = min([int(memory.total), *(group.limit_bytes for group in groups)])
+    available = min([int(memory.available), *(group.available_bytes for group in groups)])
     resident = psutil.Process().memory_info().rss
-    return HostFacts(int(memory.total), int(memory.available), int(resident), os.cpu_count() or 1)
+    return HostFacts(total, available, int(resident), os.cpu_count() or 1)
 
 
 def gpus() -> Gpus:
@@ -191,27 +193,3 @@ def _file_system(path: str) -> str:
         if inside and len(part.mountpoint) >= len(best):
             best, kind = part.mountpoint, part.fstype
     return kind
-
-
-@dataclass(slots=True)
-class Watermarks:
-    """A ladder of levels with hysteresis: a level is entered at its mark, and left only ``slack`` below it.
-
-    ``marks`` rise; level 0 is below the first. Without slack a reading that hovers around a mark would switch the
-    response on and off at every sample.
-    """
-
-    marks: tuple[int, ...]
-    slack: int
-    level: int = 0
-
-    def __post_init__(self) -> None:
-        if list(self.marks) != sorted(set(self.marks)) or self.slack < 0:
-            raise ValueError(f"watermarks {self.marks} must rise, and slack {self.slack} must not be negative")
-
-    def update(self, reading: int) -> int:
-        """The level after this reading."""
-        risen = sum(reading >= mark for mark in self.marks)
-        held = sum(reading >= mark - self.slack for mark in self.marks)
-        self.level = max(risen, min(self.level, held))
-        return self.level

@@ -93,11 +93,18 @@ class _Search:
         self._process.wait()
 
     def plan(self) -> Plan | None:
-        """What it has found; None if it failed."""
+        """What it has found; None if it failed.
+
+        Its exit status does not always tell: where the program ignores SIGCHLD, or waits for all of its children, it
+        reads as 0 whatever happened, and the file may be empty or end midway.
+        """
         if self._process.returncode != 0:
             return None
         self._found.seek(0)
-        plan = pickle.load(self._found)
+        try:
+            plan = pickle.load(self._found)
+        except Exception:  # of half a pickle almost any
+            return None
         return plan if isinstance(plan, Plan) else None
 
     def stop(self) -> None:

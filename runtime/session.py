@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,9 +19,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from delta.budget import Budget
-from delta.config import Policy
+from delta.config import HostConfig, Policy
 from delta.engine import Engine
-from delta.errors import BudgetError, NestedSessionError
+from delta.errors import BudgetError, DeltaError, NestedSessionError
 from delta.policies.loader import load
 from delta.report import Report
 from delta.runtime.addresses import DeviceAddresses
@@ -31,6 +32,7 @@ from delta.runtime.daemon import Daemon
 from delta.runtime.device import Device, make_device
 from delta.runtime.hooks import Hooks
 from delta.runtime.modules import ModuleNames
+from delta.runtime.monitor import spill_facts
 from delta.runtime.own_time import TimedRecorder
 from delta.runtime.persistent import Persistent
 from delta.runtime.recorder import Recorder
@@ -54,6 +56,11 @@ _HOOKS_REFUSED = (
     "torch.autograd.grad or torch.autograd.functional, give the function that calls the transform to torch.compile, or "
     "run it outside of the block"
 )
+_LEFT_ELSEWHERE = (
+    "this block of delta.evict was left in another thread than it was entered in, where its hooks and its recorder "
+    "have to stay; they do nothing from here on. Leave a block in the thread that entered it: a generator in the midst "
+    "of one is to be finished, or closed, there, too"
+)
 
 _open_session: weakref.ref[evict] | None = None  # of this process: a forked one may open its own
 _open_lock = threading.Lock()
@@ -73,7 +80,7 @@ class evict(ContextDecorator):
     Usable as a decorator and one block after the other, not nested. A backward after the block has ended still works.
 
     Raises BudgetError (budget unreadable, or given twice), PolicyError, SwapError (spill directory), TimelineError,
-    TraceError, NestedSessionError.
+    TraceError, NestedSessionError; where it is left in another thread than it was entered in, DeltaError.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class evict(ContextDecorator):
         self._timeline = timeline
         self._trace = Recording(Path(trace)) if isinstance(trace, str | os.PathLike) else trace
         self._device_name = device if device is not None else _device_of(model)
+        self._thread = 0  # that entered the block: hooks and modes are its own
         self._core: Core | None = None
         self._stack: ExitStack | None = None
         self._tracer: Tracer | None = None
@@ -109,6 +117,7 @@ class evict(ContextDecorator):
     # -- the block ------------------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
         _claim(self)
+        self._thread = threading.get_ident()
         try:
             with ExitStack() as stack:
                 stack.callback(_give_up, self)
@@ -127,7 +136,12 @@ class evict(ContextDecorator):
         elsewhere = self._hooks.all_elsewhere if self._hooks is not None else None
         if isinstance(error, torch.OutOfMemoryError) and self._core is not None:
             _tell_what_was_held(error, self._core)
+        left_elsewhere = threading.get_ident() != self._thread
+        if left_elsewhere and self._core is not None:
+            self._core.stay_behind(self._thread)
         stack.close()
+        if left_elsewhere:
+            raise DeltaError(_LEFT_ELSEWHERE)
         if error is not None and elsewhere is not None:
             error.add_note(elsewhere)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
@@ -136,6 +150,11 @@ class evict(ContextDecorator):
             self._core.raise_warnings()
         if self._daemon is not None and kind is None:
             self._daemon.check()
+
+    def _in_its_thread(self, undo: Callable[[], object]) -> None:
+        """As the block ends: undo what only the thread that entered it can."""
+        if threading.get_ident() == self._thread:
+            undo()
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -202,6 +221,8 @@ class evict(ContextDecorator):
         swaps = not budget.unlimited and Action.SWAP in self.policy.director.actions
         link = _measured(device) if swaps else _UNUSED
         engine = Engine(self.policy, budget, link, layout=addresses, clock=time.perf_counter_ns)
+        if swaps:
+            _warn_of_spilling_to_memory(engine, device.kind, self.policy.host)
         core = Core(engine, device, Persistent(model), timeline)
         if addresses is not None:
             addresses.follow(core.slots)
@@ -225,7 +246,7 @@ class evict(ContextDecorator):
             stack.callback(self._tracer.finish)
         recorder = Recorder(core) if self._tracer is None else TimedRecorder(core, self._tracer)
         self._switch = switch = Switch(recorder, core, self._tracer)
-        stack.callback(switch.off)
+        stack.callback(self._in_its_thread, switch.off)
         core.at_pack, core.at_unpack = switch.follow, switch.step_aside
         stack.enter_context(heard_of_compilation(switch.compiles))
         stack.enter_context(heard_of_capture(core))
@@ -234,7 +255,8 @@ class evict(ContextDecorator):
         stack.callback(register_optimizer_step_post_hook(switch.optimizer_ended).remove)
         stack.enter_context(switch.around_backward())
         pair = hooks if self._tracer is None else self._tracer
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pair.pack, pair.unpack))
+        torch._C._autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
+        stack.callback(self._in_its_thread, torch._C._autograd._pop_saved_tensors_default_hooks)
 
     def _addresses(self, device: Device) -> DeviceAddresses | None:
         """Where storages lie, if the policy asks and the device can tell."""
@@ -269,6 +291,16 @@ def _tell_what_was_held(error: torch.OutOfMemoryError, core: Core) -> None:
             f"{format_bytes(held_bytes)} of it were saved activations, as far as Delta knows. Give delta.evict a lower "
             "limit, or budget= instead of activations=, which counts what ops make beside them as well"
         )
+
+
+def _warn_of_spilling_to_memory(engine: Engine, device_kind: str, host: HostConfig) -> None:
+    """If the spill file would lie in memory. A card has one only where the policy names a directory."""
+    directory = host.spill_dir or (tempfile.gettempdir() if device_kind == "cpu" else None)
+    if directory is None or device_kind == "chaos":
+        return
+    facts = spill_facts(directory)
+    if facts.in_memory:
+        engine.totals.warn("spill", f"the spill directory {facts.text}")
 
 
 def _measured(device: Device) -> Link:

@@ -80,7 +80,7 @@ class SpillFile:
     def free_disk_bytes(self) -> int:
         """What the file system has left for this user. SwapError when it cannot be asked."""
         try:
-            facts = os.statvfs(self.directory)
+            facts = os.statvfs(self.directory) if self._fd is None else os.fstatvfs(self._fd)
         except OSError as error:
             raise self._unusable(error) from error
         return facts.f_bavail * facts.f_frsize
@@ -185,7 +185,7 @@ class SpillFile:
             raise SwapError("the spill file is closed: the session it belonged to has given its host room back")
         if self._fd is None:
             fd = self._create()
-            self._closer = weakref.finalize(self, os.close, fd)
+            self._closer = weakref.finalize(self, _give_up, fd, os.getpid())
             self.direct = self.direct and _set_direct(fd)
             self._fd = fd
         return self._fd
@@ -229,6 +229,17 @@ class SpillFile:
             f"which holds {format_bytes(self.used_bytes)}; {format_bytes(self.free_disk_bytes())} are free: "
             f"make room, or {_HINT}"
         )
+
+
+def _give_up(fd: int, owner_pid: int) -> None:
+    """Give the disk room back. A forked process that lives on has the file open, too, and would keep it; when one such
+    ends, it is not the one to empty what the others read.
+    """
+    try:
+        if os.getpid() == owner_pid:
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
 
 
 def _set_direct(fd: int) -> bool:

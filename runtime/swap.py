@@ -50,11 +50,11 @@ class Swap:
         try:
             with torch._C._DisableTorchDispatch():  # a copy is many small steps, and in forward each would pass a mode
                 slot.going = self._core.device.copy_out(slot.storage)
-        except HostFullError:
-            self._core.run(self._core.engine.transfers.copy_out_failed(record, host_full=True))
-            return
-        except SwapError:
-            self._core.run(self._core.engine.transfers.copy_out_failed(record, host_full=False))
+        except BaseException as error:  # Ctrl-C, too, may come where this thread makes the copy itself
+            host_full = isinstance(error, HostFullError)
+            self._core.run(self._core.engine.transfers.copy_out_failed(record, host_full))
+            if not isinstance(error, SwapError):
+                raise
             return
         self._going.append(record)
         if wait:
@@ -100,7 +100,7 @@ class Swap:
         try:
             with torch._C._DisableTorchDispatch():
                 slot.coming = self._core.device.copy_in(slot.block)
-        except (SwapError, torch.OutOfMemoryError):
+        except BaseException:
             self._core.engine.transfers.copy_in_failed(record)
             raise
         slot.storage = slot.coming.storage

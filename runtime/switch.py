@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,6 +24,9 @@ from delta.runtime.view import is_plain
 class Switch:
     """Puts tracer and recorder on the mode stack and takes them off, only where the stack is as the block found it.
 
+    The stack is one of the thread that entered the block, while optimizers tell of themselves in every thread: what
+    another one does (a second model, trained beside the block) turns nothing.
+
     In between another mode of the user's may lie above ours, and leaving a mode takes off whatever is on top. And a
     compiled function, when it returns, puts back the dispatch keys of the time it was called: a mode put on meanwhile
     would see nothing from then on, and one taken off would be missed.
@@ -30,6 +34,7 @@ class Switch:
 
     def __init__(self, recorder: Recorder, core: Core, tracer: Tracer | None) -> None:
         self._recorder, self._core, self._tracer = recorder, core, tracer
+        self._thread = threading.get_ident()
         self._depth = core.modes_below = torch._C._len_torch_dispatch_stack()
         self._compiled_calls = compiled_calls()
         self._compiles = False  # something has been compiled in this process
@@ -40,6 +45,8 @@ class Switch:
 
     def follow(self) -> None:
         """Do as the engine and the tracer want, if the stack allows it now."""
+        if self._elsewhere():
+            return
         learner = self._core.engine.learner
         as_planned = learner.routine is not None and learner.packs >= 2 and self._core.may_watch
         if not self._on or not as_planned:  # else it is as it was at the first save
@@ -57,7 +64,7 @@ class Switch:
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,
         nobody has to see them. A closure is forward and backward once more, and they have to be seen."""
-        if self._core.abandoned:
+        if self._core.abandoned or self._elsewhere():
             return
         if self._in_backward_unseen:
             self._begin_writes([tensor for group in optimizer.param_groups for tensor in group["params"]])
@@ -69,10 +76,15 @@ class Switch:
 
     def optimizer_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What comes next may be recorded again."""
-        if self._core.abandoned:
+        if self._core.abandoned or self._elsewhere():
             return
         self._end_writes()
         self.follow()
+
+    def _elsewhere(self) -> bool:
+        """Whether this is a thread of the program's other than the block's. Those of autograd are none of it: backward,
+        and an optimizer that steps within it, may run there with what the block's thread has on its stack."""
+        return threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
 
     def _begin_writes(self, tensors: list[Tensor]) -> None:
         """Nobody sees the ops that are about to write into these."""

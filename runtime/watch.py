@@ -28,7 +28,7 @@ _MANY = 4096
 class Watched:
     """A saved tensor that is only counted, until `taken` says that the core looks after it."""
 
-    __slots__ = ("__weakref__", "key", "nbytes", "stretch", "taken", "tensor", "version", "watch")
+    __slots__ = ("__weakref__", "counted", "key", "nbytes", "stretch", "taken", "tensor", "version", "watch")
 
     def __init__(self, watch: Watch, tensor: Tensor, key: int, nbytes: int, stretch: int) -> None:
         self.watch = watch
@@ -38,9 +38,10 @@ class Watched:
         self.nbytes = nbytes
         self.stretch = stretch
         self.taken: Handle | None = None
+        self.counted = False
 
     def __del__(self) -> None:
-        if self.taken is None:
+        if self.counted:
             self.watch.died(self)
 
 
@@ -70,6 +71,7 @@ class Watch:
                 self._began_ns = time.perf_counter_ns()
                 self.peak_bytes = self.resident_bytes
             self.count += 1
+            watched.counted = True
             users = self._users.get(key, 0)
             self._users[key] = users + 1
             if not users:
@@ -121,6 +123,7 @@ class Watch:
 
     def _uncount(self, watched: Watched) -> bool:
         """Whether it was saved in the step under way."""
+        watched.counted = False
         own = watched.stretch >= self._first
         self.count -= own
         users = self._users[watched.key] - 1

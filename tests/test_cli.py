@@ -184,6 +184,11 @@ def _changed(side: Any, changes: dict[str, Any]) -> Any:
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 
+def test_doctor_says_that_a_spill_directory_lives_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delta.runtime.monitor._file_system", lambda _: "tmpfs")
+    assert "(tmpfs)" in (text := deltactl("doctor").output) and "spilling there saves none" in text
+
+
 def test_doctor_tells_the_same_as_text_and_json() -> None:
     text, found = deltactl("doctor").output, json.loads(deltactl("doctor", "--json").output)
     cpu = found["devices"][0]

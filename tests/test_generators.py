@@ -1,5 +1,6 @@
 """Which generator an op draws from, and how it is set back."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,35 @@ def test_what_is_run_again_draws_the_same_and_leaves_no_trace() -> None:
     set_back(torch.default_generator, state)
     assert torch.equal(torch.rand(4), drawn)
     set_back(None, None)
+
+
+class Meanwhile:
+    """An op, just before which another thread draws from the generator that all share."""
+
+    _schema = aten.bernoulli_.float._schema
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        thread = threading.Thread(target=torch.rand, args=(7,))
+        thread.start()
+        thread.join()
+        return aten.bernoulli_.float(*args, **kwargs)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_another_thread_draws_meanwhile_changes_nothing_and_stays_drawn(given: bool) -> None:
+    generator = torch.Generator().manual_seed(3) if given else torch.default_generator
+    state = generator.get_state()
+    drawn = torch.ones(64).bernoulli_(0.5, generator=generator)
+    before = torch.get_rng_state()
+    torch.rand(7)
+    expected = torch.get_rng_state()
+    torch.set_rng_state(before)
+
+    op: Any = Meanwhile()
+    kwargs = {"generator": generator} if given else {}
+    again: Any = run_seeded(op, generator, state, [torch.ones(64), 0.5], kwargs)
+    assert torch.equal(again, drawn)
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_on_cuda_cudnn_does_not_hear_of_it() -> None:

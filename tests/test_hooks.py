@@ -598,7 +598,7 @@ def test_a_training_on_another_device_than_the_one_looked_after_is_told_of_once(
     x = torch.ones(4, requires_grad=True)
     with (
         pytest.warns(RuntimeWarning, match='on cpu, and none on meta.*give device="cpu"') as told,
-        block(device="cpu") as run,
+        block("recompute", device="cpu") as run,
     ):
         for _ in range(3):
             x.sin().sum().backward()
@@ -687,3 +687,48 @@ def test_a_view_knows_what_is_lazily_conjugated_and_negated(dtype):
         view = View.of(look)
         assert (view.conj, view.neg) == (look.is_conj(), look.is_neg())
         assert torch.equal(view.over(x.untyped_storage()), look)
+
+
+# -- left in another thread -------------------------------------------------------------------------------------------
+def in_another_thread(does) -> None:
+    thread = threading.Thread(target=does)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("activations", ["0%", None])
+def test_a_block_left_in_another_thread_says_so_and_does_nothing_more(activations):
+    """As by a generator that is closed elsewhere. The thread that entered it keeps hooks and recorder, which pass."""
+    x = torch.linspace(-1, 1, 64).requires_grad_()
+
+    def gradient():
+        y = (x * 2).exp().sin()
+        return lambda: torch.autograd.grad(y.sum(), x)[0]
+
+    expected, told = gradient()(), []
+
+    def enters_and_stays():
+        run = block(activations=activations, device="cpu")
+        run.__enter__()
+        before = gradient()
+
+        def leaves():
+            with pytest.raises(delta.DeltaError, match="in the thread that entered it") as caught:
+                run.__exit__(None, None, None)
+            told.append(str(caught.value))
+
+        in_another_thread(leaves)
+        saved = run._core.engine.ledger.handles + run._core.watch.count
+        after = gradient()
+        assert run._core.engine.ledger.handles + run._core.watch.count == saved > 0
+        assert torch.equal(after(), expected) and torch.equal(before(), expected)
+        del before, after
+        assert run._core.engine.ledger.handles == 0 and not run._core.slots
+        with block(activations=activations, device="cpu") as again:  # the claim is given up
+            assert torch.equal(gradient()(), expected)
+        assert again.report().steps == 1
+        told.append("all is well")
+
+    in_another_thread(enters_and_stays)
+    assert len(told) == 2
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -7,6 +7,7 @@ import pytest
 from models import CASES, train
 
 import delta
+from delta.runtime import monitor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,3 +91,24 @@ def test_an_unwritable_spill_directory_is_told_at_once(tmp_path):
         raise AssertionError("the block was entered")
     with delta.evict(device="cpu"):  # the failed block left no session open
         pass
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "device", "activations", "told"),
+    [
+        ("swap", "cpu", "40%", True),
+        ("delta", "cpu", "40%", True),
+        ("delta", "cpu", None, False),  # nothing is evicted
+        ("recompute", "cpu", "40%", False),  # nothing is copied
+        ("delta", "chaos", "40%", False),  # to no file
+    ],
+)
+def test_a_spill_file_that_would_lie_in_memory_is_told(name, device, activations, told, spill_dir, monkeypatch):
+    """A common place for temporary files, and under a limit of resident bytes it saves nothing."""
+    monkeypatch.setattr(monitor, "_file_system", lambda _: "tmpfs")
+    with delta.evict(activations=activations, policy=policy(name, spill_dir), device=device) as run:
+        assert train(CASES["gpt"], 1).differences(train(CASES["gpt"], 1)) == []
+    found = [text for text in run.report().warnings if str(spill_dir) in text]
+    assert len(found) == told
+    assert not told or "set host.spill_dir to a directory on disk" in found[0]

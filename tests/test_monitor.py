@@ -9,7 +9,6 @@ import pynvml  # type: ignore[import-untyped]
 import pytest
 
 from delta.runtime import monitor
-from delta.runtime.monitor import Watermarks
 
 
 def test_host_facts() -> None:
@@ -116,16 +115,3 @@ def test_where_a_spill_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_missing_spill_directory_is_no_error(tmp_path: Path) -> None:
     facts = monitor.spill_facts(str(tmp_path / "missing"))
     assert facts.free_bytes == 0 and "cannot be used" in facts.text
-
-
-def test_a_level_is_left_later_than_it_is_entered() -> None:
-    ladder = Watermarks(marks=(70, 90), slack=10)
-    readings = [10, 70, 65, 60, 59, 95, 85, 80, 79, 59, 90]
-    #                  ^ held ^ held      ^ held ^ to 1
-    assert [ladder.update(reading) for reading in readings] == [0, 1, 1, 1, 0, 2, 2, 2, 1, 0, 2]
-
-
-@pytest.mark.parametrize(("marks", "slack"), [((2, 1), 0), ((1, 1), 0), ((1, 2), -1)])
-def test_a_ladder_must_rise(marks: tuple[int, ...], slack: int) -> None:
-    with pytest.raises(ValueError, match="must"):
-        Watermarks(marks, slack)

@@ -418,6 +418,19 @@ def test_a_block_that_ends_meanwhile_leaves_no_process(monkeypatch):
     assert all(search._process.returncode is not None for search in started)
 
 
+@pytest.mark.parametrize("content", [b"", b"\x80\x05\x95", b"no pickle"])
+def test_what_cannot_be_read_is_no_plan(content):
+    """Where the program ignores SIGCHLD, one that was killed seems to have ended well."""
+    search = planning._Search(a_task(chain(), 520))
+    search.wait()
+    assert search._process.returncode == 0
+    search._found.truncate(0)
+    search._found.seek(0)
+    search._found.write(content)
+    assert search.plan() is None
+    search.stop()
+
+
 # -- in the simulator -------------------------------------------------------------------------------------------------
 def test_the_simulator_searches_in_no_time_and_repeats(tmp_path, monkeypatch):
     policy = delta.load_policy("delta", {"filter.min_bytes": 0})

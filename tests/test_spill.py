@@ -316,3 +316,35 @@ def test_a_closed_file_refuses(file: SpillFile) -> None:
         with pytest.raises(SwapError, match="closed"):
             use()
     file.give_back(extent)  # but a late owner may still say that it is done
+
+
+def test_room_is_given_back_though_a_forked_process_has_the_file_open(file: SpillFile) -> None:
+    write(file, b"x" * MIB)
+    assert file._fd is not None
+    inherited = os.dup(file._fd)
+    assert os.fstat(inherited).st_blocks > 0
+    file.close()
+    assert os.fstat(inherited).st_blocks == 0
+    os.close(inherited)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_forked_process_that_is_done_with_the_file_empties_it_for_nobody(file: SpillFile, forgotten: bool) -> None:
+    room = write(file, b"x" * MIB)
+    assert file._closer is not None
+    child = os.fork()
+    if not child:
+        try:
+            file._closer() if forgotten else file.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert read(file, room, MIB) == b"x" * MIB
+
+
+def test_an_open_file_tells_what_is_free_where_it_lies(file: SpillFile) -> None:
+    """Its directory may be gone, or another file system be mounted there."""
+    write(file, b"x")
+    file.directory = "/nowhere"
+    assert file.free_disk_bytes() > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -277,3 +278,39 @@ def test_autograd_is_as_it_was_after_the_block():
     with delta.evict(activations="50%", device="cpu"):
         assert torch.autograd._engine_run_backward is not run
     assert torch.autograd._engine_run_backward is run
+
+
+class Waiting(torch.optim.SGD):
+    """Steps while another thread does something."""
+
+    def __init__(self, *given: Any, meanwhile: Act) -> None:
+        super().__init__(*given, lr=0.1)
+        self.meanwhile = meanwhile
+
+    def step(self, closure: Any = None) -> Any:
+        thread = threading.Thread(target=self.meanwhile)
+        thread.start()
+        thread.join()
+        return super().step(closure)
+
+
+def test_an_optimizer_in_another_thread_turns_nothing():
+    """Optimizers tell of themselves in every thread; the stack of modes is one thread's."""
+    model, other, depths = Shifted(), nn.Linear(4, 4), []
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def trains_elsewhere() -> None:
+        other(torch.ones(2, 4)).sum().backward()
+        others.step()
+        depths.append(depth())
+
+    ours = Waiting(list(model.parameters()), meanwhile=trains_elsewhere)
+    off = []
+    ours.register_step_pre_hook(lambda *_: off.append(depth() == 0))
+    policy = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    with delta.evict(activations="60%", policy=policy, model=model, device="cpu"):
+        for _ in range(3):
+            model(torch.randn(16, 24)).square().mean().backward()
+            ours.step()
+            assert depth() == 1
+    assert all(off) and depths == [0, 0, 0] and depth() == 0

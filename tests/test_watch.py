@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import delta
+from delta.runtime.hooks import Hooks
 
 WIDTH, LAYERS = 64, 6
 
@@ -84,3 +85,34 @@ def test_an_output_that_is_saved_and_dropped_dies(size):
         del y
         assert dies() is None
         assert run._core.watch.resident_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_a_hand_over_that_fails_midway_leaves_the_count_right(spill_dir, monkeypatch):
+    """As by Ctrl-C. Training goes on with the next step, and what had been saved can still be used."""
+    limit, calls = int(saved_bytes(32) * 1.5), []
+    plain = [step(model(), rows) for rows in (32, 32, 128)]
+    net = model()
+    with delta.evict(activations=limit, policy=policy(spill_dir), device="cpu") as run:
+        for _ in range(2):
+            step(net, 32)
+        real = Hooks._handle
+
+        def fails_at_the_third(*given):
+            calls.append(given)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return real(*given)
+
+        x = torch.linspace(-1, 1, 32).requires_grad_()
+        before = x.exp().sin()
+        monkeypatch.setattr(Hooks, "_handle", fails_at_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            step(net, 128)
+        watch = run._core.watch
+        assert (watch.count, watch.resident_bytes, watch._users) == (0, 0, {})
+        (grad,) = torch.autograd.grad(before.sum(), x)
+        evicted = [step(net, rows) for rows in (32, 32, 128)]
+    assert torch.equal(grad, x.exp().cos() * x.exp())
+    for mine, its in zip(plain, evicted, strict=True):
+        assert all(map(torch.equal, mine, its))

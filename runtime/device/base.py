@@ -129,7 +129,7 @@ class Device(Protocol):
     """Whether the transfers of one direction end in the order in which they were asked for."""
 
     def capacity_bytes(self) -> int:
-        """What the device has in all."""
+        """What the device has in all; of memory that belongs to all processes of the machine, this one's part."""
         ...
 
     def used_bytes(self) -> int:

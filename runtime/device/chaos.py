@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from delta.config import HostConfig
 from delta.errors import SwapError
 from delta.runtime.device.base import Bandwidth, HostBlock, OpClock, R, Ticket
-from delta.runtime.device.parts import BlockBook, WallClock, host_full, limit_bytes
+from delta.runtime.device.parts import BlockBook, WallClock, host_full, limit_bytes, part_bytes
+from delta.runtime.monitor import host_facts
 from delta.runtime.rawmem import ResidentMeter, as_bytes, sole_owner
 
 POISON = 0xFF
@@ -76,7 +76,7 @@ class ChaosDevice:
         self._stopped = self._closed = False
 
     def capacity_bytes(self) -> int:
-        return int(psutil.virtual_memory().total)
+        return part_bytes(host_facts().total_bytes)
 
     def used_bytes(self) -> int:
         return self._meter.read_bytes()
@@ -251,7 +251,7 @@ class ChaosDevice:
 
 
 def _limit(host: HostConfig) -> int:
-    return limit_bytes(host.limit, int(psutil.virtual_memory().available))
+    return limit_bytes(host.limit, host_facts().available_bytes)
 
 
 def _poisoned(nbytes: int) -> torch.UntypedStorage:

@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import psutil
 import torch
 
 from delta.config import HostConfig
 from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, R, Ticket
 from delta.runtime.device.contention import share_taken
 from delta.runtime.device.lane import FileLane, FileTicket
-from delta.runtime.device.parts import Rates, WallClock, limit_bytes
+from delta.runtime.device.parts import Rates, WallClock, limit_bytes, part_bytes
 from delta.runtime.landing import landing
+from delta.runtime.monitor import host_facts
 from delta.runtime.pieces import BLOCK_BYTES
 from delta.runtime.rawmem import (
     ResidentMeter,
@@ -63,7 +63,7 @@ class CpuDevice:
         self._peak_bytes = peak_resident_bytes()
 
     def capacity_bytes(self) -> int:
-        return int(psutil.virtual_memory().total)
+        return part_bytes(host_facts().total_bytes)
 
     def used_bytes(self) -> int:
         return self._meter.read_bytes()

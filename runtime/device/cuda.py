@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from delta.config import HostConfig
@@ -30,6 +29,7 @@ from delta.runtime.device.parts import BlockBook, Rates, limit_bytes
 from delta.runtime.device.staged import StagedMover
 from delta.runtime.device.streams import ComputeStreams
 from delta.runtime.host import Piece, PinnedPool
+from delta.runtime.monitor import host_facts
 from delta.runtime.rawmem import as_bytes
 from delta.runtime.spill import SpillFile
 
@@ -78,7 +78,7 @@ class CudaDevice:
     def __init__(self, card: Accelerator, host: HostConfig) -> None:
         self.torch_device = card.torch_device
         self._card = card
-        self._limit_bytes = limit_bytes(host.limit, int(psutil.virtual_memory().available))
+        self._limit_bytes = limit_bytes(host.limit, host_facts().available_bytes)
         self._source = card.slab_source()
         self._pool = PinnedPool(self._source, self._limit_bytes)
         self._computing = ComputeStreams(card)

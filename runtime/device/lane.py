@@ -113,25 +113,31 @@ class FileLane:
         return ticket
 
     def _run_out(self, ticket: FileTicket) -> None:
-        self._run(ticket, self._write)
-        ticket.storage = ticket.block.writer = None
-        if ticket.failure is not None:
-            self._book.free(ticket.block)
-        self._book.end(ticket.block)
+        try:
+            self._run(ticket, self._write)
+        finally:
+            ticket.storage = ticket.block.writer = None
+            if ticket.failure is not None:
+                self._book.free(ticket.block)
+            self._book.end(ticket.block)
 
     def _run_in(self, ticket: FileTicket) -> None:
-        self._run(ticket, self._read)
-        self._count_coming(-ticket.nbytes)
-        if ticket.failure is not None:
-            ticket.storage = None
-        self._book.end(ticket.block)
+        try:
+            self._run(ticket, self._read)
+        finally:
+            self._count_coming(-ticket.nbytes)
+            if ticket.failure is not None:
+                ticket.storage = None
+            self._book.end(ticket.block)
 
     def _count_coming(self, nbytes: int) -> None:
         with self._counting:
             self._coming_bytes += nbytes
 
     def _run(self, ticket: FileTicket, copy: Callable[[FileTicket], bool]) -> None:
-        """Copy and keep the times; a failure goes into the ticket, for whoever waits for it."""
+        """Copy and keep the times; a failure goes into the ticket, for whoever waits for it. What stops the program
+        (Ctrl-C comes in the main thread, which may be the one that copies) is one too, and goes on its way.
+        """
         ticket.started_ns = time.perf_counter_ns()
         copied = False
         try:
@@ -140,6 +146,9 @@ class FileLane:
             ticket.failure = type(error)(*error.args)
         except Exception as error:
             ticket.failure = SwapError(f"the copy {ticket.direction} failed: {type(error).__name__}: {error}")
+        except BaseException:
+            ticket.failure = SwapError(f"the copy {ticket.direction} was interrupted")
+            raise
         ticket.finished_ns = time.perf_counter_ns()
         if copied:
             self._rates.note(ticket.direction, ticket.nbytes, ticket.finished_ns - ticket.started_ns)

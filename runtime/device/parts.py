@@ -1,5 +1,6 @@
-"""Parts the devices share: who may reuse a host block, measured rates, the wall clock."""
+"""Parts the devices share: shares of the machine, who may reuse a host block, measured rates, the wall clock."""
 
+import os
 import statistics
 import threading
 import time
@@ -14,9 +15,17 @@ _KEPT_RATES = 15
 _MIN_RATED_BYTES = 256 * 1024  # below it a transfer measures its latency
 
 
+def part_bytes(machine_bytes: int) -> int:
+    """What this process has of something that all on the machine share: as much as each of the others, where torchrun
+    says how many they are, else all of it.
+    """
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return machine_bytes // max(1, int(processes)) if processes.isdecimal() else machine_bytes
+
+
 def limit_bytes(limit: Share | Bytes, available_bytes: int) -> int:
-    """The host limit of a policy: given outright, or a share of what is available."""
-    return limit.of(available_bytes) if isinstance(limit, Share) else limit.nbytes
+    """The host limit of a policy: given outright, or a share of this process's part of what is available."""
+    return limit.of(part_bytes(available_bytes)) if isinstance(limit, Share) else limit.nbytes
 
 
 def host_full(wanted_bytes: int, used_bytes: int, limit_bytes: int, what: str) -> HostFullError:

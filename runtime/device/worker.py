@@ -12,8 +12,8 @@ from queue import SimpleQueue
 
 
 class Job:
-    """Work that runs exactly once, in the thread that claims it first. ``body`` reports failures itself, it never
-    raises.
+    """Work that runs exactly once, in the thread that claims it first. ``body`` reports failures itself; it raises only
+    what stops the program, KeyboardInterrupt for one.
     """
 
     __slots__ = ("_body", "_claim", "_running", "done")
