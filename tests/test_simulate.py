@@ -353,7 +353,8 @@ def steps(draw: st.DrawFn) -> Trace:
 
 @st.composite
 def saved_steps(draw: st.DrawFn) -> Trace:
-    """What autograd saved may go: writes in place, constants too, and a backward that asks for all that was saved."""
+    """What autograd saved may go: writes in place, constants too, and a backward that asks for all that was saved. What
+    that makes may be saved in its turn, as of a gradient's own graph, and be replayed, as of a forward in between."""
     events: list[Event] = [Constant(number, draw(SIZES)) for number in range(draw(st.integers(1, 3)))]
     live, count, saved = list(range(len(events))), len(events), list[int]()
     constants = set(live)
@@ -382,11 +383,15 @@ def saved_steps(draw: st.DrawFn) -> Trace:
     for cost_ns in costs_ns[forward:]:
         asked = draw(st.lists(st.sampled_from(saved), unique=True, max_size=2)) if saved else []
         events += [Need(number) for number in asked]
-        events.append(Op("back", tuple(asked), (count,), (draw(SIZES),), cost_ns, False))
+        read = tuple(dict.fromkeys([*asked, *draw(st.lists(st.sampled_from(live), max_size=1))])) if live else tuple(asked)
+        events.append(Op("back", read, (count,), (draw(SIZES),), cost_ns, draw(st.booleans())))
         for number in asked:
             saved.remove(number)
             events.append(Unsave(number))
         live.append(count)
+        if draw(st.integers(0, 3)) == 0:
+            saved.append(count)
+            events.append(Save(count, *draw(encodings(_size(events, count)))))
         count += 1
     events += [Unsave(number) for number in saved]
     return a_trace(*events, *(Result(number) for number in live if number > max(constants)), evictable=Evictable.SAVED)

@@ -35,9 +35,12 @@ from delta.runtime.own_time import OwnTime
 from delta.runtime.rawmem import as_bytes
 from delta.runtime.recorder import Recorder
 from delta.runtime.traced_step import TracedStep
+from delta.simulate import Status, simulate
+from delta.simulate.floor import floors
 from delta.trace import Evictable, Recording, Trace, read, summary
 from delta.trace.events import Backward, Bookkeeping, Constant, Event, Free, Need, Op, Result, Save, Unsave
 from delta.trace.inventory import Inventory
+from delta.units import Share
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -512,6 +515,33 @@ def test_other_ways_to_go_backward(way: Callable[[nn.Module, Tensor], None], tmp
     trace, report = recorded(tmp_path / "step.jsonl", make())
     assert_counts(trace, plain, report.unevicted_peak_activation_bytes)
     assert timeless(trace).count(Backward()) == 1
+
+
+def go_on_between(model: nn.Module, x: Tensor) -> None:
+    """Forward goes on after a first backward, from what that one kept."""
+    hidden = model.first(x)
+    hidden.tanh().sum().backward(retain_graph=True)
+    model.second(hidden.exp().tanh()).sum().backward()
+
+
+@pytest.mark.parametrize("policy", ["delta", "recompute", "swap", "monet"])
+@pytest.mark.parametrize("way", [penalty, twice, reentrant, go_on_between])
+def test_what_is_saved_after_backward_began_is_simulated(
+    way: Callable[[nn.Module, Tensor], None], policy: str, tmp_path: Path
+) -> None:
+    model, x = Net(), torch.randn(4, 8, requires_grad=True)
+    trace, _ = recorded(tmp_path / "step.jsonl", lambda: way(model, x))
+    began = trace.events.index(Backward())
+    assert any(isinstance(event, Save) for event in trace.events[began:]) is (way is not twice)
+    # What ops of nanoseconds cost is noise: all take the same, so that no run thrashes on one day and not on another.
+    even = tuple(replace(event, cost_ns=1_000) if isinstance(event, Op) else event for event in trace.events)
+    trace = replace(trace, events=even)
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    whole, half = (simulate(trace, chosen, Share(share), trace.link) for share in (1.0, 0.5))
+    assert (whole.status, whole.overhead) == (Status.OK, 1.0)
+    assert half.decisions > 0, "whether or not so small a net fits"
+    (floor,) = floors(trace, chosen, [Share(1.0)], trace.link)
+    assert floor.overhead >= 1
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
