@@ -126,6 +126,13 @@ def test_a_swap_over_the_link_by_hand():
     assert run.peak_bytes == 300
 
 
+def test_each_copy_takes_its_own_time_from_compute():
+    """As above, and compute stands still for 7 ns whenever a copy is queued: three go out and one comes back."""
+    run = simulate(FOUR_AND_BACK, a_policy("swap", score="lru"), Bytes(300), replace(LINK, copy_ns=7))
+    assert run.status is Status.OK
+    assert (run.total_ns, run.stall_ns, run.swapped_bytes) == (190 + 4 * 7, 40 + 4 * 7, 300)
+
+
 def test_a_saved_trace_keeps_what_autograd_saved_under_the_budget():
     """Three saved storages of 100 bytes, room for two. Saves come unannounced, so room is kept for one more: with the
     second the first goes, with the third the second. To have the second again both are replayed, 10 ns each; the first
@@ -383,7 +390,8 @@ def saved_steps(draw: st.DrawFn) -> Trace:
     for cost_ns in costs_ns[forward:]:
         asked = draw(st.lists(st.sampled_from(saved), unique=True, max_size=2)) if saved else []
         events += [Need(number) for number in asked]
-        read = tuple(dict.fromkeys([*asked, *draw(st.lists(st.sampled_from(live), max_size=1))])) if live else tuple(asked)
+        beside = draw(st.lists(st.sampled_from(live), max_size=1)) if live else []
+        read = tuple(dict.fromkeys([*asked, *beside]))
         events.append(Op("back", read, (count,), (draw(SIZES),), cost_ns, draw(st.booleans())))
         for number in asked:
             saved.remove(number)
@@ -420,7 +428,7 @@ POLICIES = [
     *(load("coop", overrides={"filter.cost": cost}) for cost in ("ancestors", "makers")),
     load("coop", overrides={"director.actions": ["keep", "swap", "recompute"]}),
 ]
-LINKS = [Link(1e9, 1e9), Link(20e9, 5e9), Link(5e9, 50e9, 0.3)]
+LINKS = [Link(1e9, 1e9), Link(20e9, 5e9), Link(5e9, 50e9, 0.3), Link(20e9, 20e9, copy_ns=3)]
 CHECKED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
