@@ -21,6 +21,7 @@ from delta.budget import Budget
 from delta.config import Policy
 from delta.engine import Engine
 from delta.errors import BudgetError, NestedSessionError
+from delta.files import marked
 from delta.policies.loader import load
 from delta.report import Report
 from delta.runtime.addresses import DeviceAddresses
@@ -36,7 +37,7 @@ from delta.runtime.recorder import Recorder
 from delta.runtime.replicas import no_replicas
 from delta.runtime.settle import settle_kernels
 from delta.runtime.switch import Switch
-from delta.runtime.tracer import Tracer
+from delta.runtime.tracer import Taken, Tracer
 from delta.timeline import Timeline
 from delta.trace import Recording
 from delta.types import Link
@@ -71,7 +72,8 @@ class evict(ContextDecorator):
     events of the run. ``trace``: a file for the first step as a trace, or a `delta.trace.Recording` of other steps.
     ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the current CUDA device, else the CPU.
 
-    Usable as a decorator and one block after the other, not nested. A backward after the block has ended still works.
+    Usable as a decorator and one block after the other, not nested. Entered again, it writes its timeline to ``-2`` and
+    so on, and goes on counting the steps to be traced. A backward after the block has ended still works.
 
     Raises BudgetError (budget unreadable, or given twice), PolicyError, SwapError (spill directory), TimelineError,
     TraceError, NestedSessionError.
@@ -97,8 +99,10 @@ class evict(ContextDecorator):
         self._budget = None if budget is None else parse_size(budget, what="budget")
         self._activations = None if activations is None else parse_size(activations, what="activations")
         self._model = weakref.ref(model) if model is not None else None
-        self._timeline = timeline
+        self._timeline = None if timeline is None else Path(timeline)
+        self._timelines = 0  # written so far
         self._trace = Recording(Path(trace)) if isinstance(trace, str | os.PathLike) else trace
+        self._taken = Taken()
         self._device_name = device if device is not None else _device_of(model)
         self._core: Core | None = None
         self._stack: ExitStack | None = None
@@ -153,7 +157,7 @@ class evict(ContextDecorator):
     @property
     def traces(self) -> tuple[Path, ...]:
         """The files of the steps recorded so far."""
-        return tuple(self._tracer.files) if self._tracer is not None else ()
+        return tuple(self._taken.files)
 
     def report(self) -> Report:
         """What the run did so far, or in all once the block has ended."""
@@ -195,7 +199,7 @@ class evict(ContextDecorator):
         undo = stack.enter_context(ExitStack())
         undo.callback(device.close)
         budget = self._limit(device)
-        timeline = Timeline(self._timeline, self._header(device))
+        timeline = self._next_timeline(device)
         undo.callback(timeline.close)
         addresses = self._addresses(device)
         link = _link(device, budget)
@@ -218,8 +222,9 @@ class evict(ContextDecorator):
         stack.enter_context(core.persistent.new_modules())
         stack.enter_context(no_replicas())
         self._hooks = hooks = Hooks(core)
-        if self._trace is not None:
-            self._tracer = Tracer(core, hooks, self._trace, _measured(device))
+        self._tracer = None
+        if self._trace is not None and self._taken.recorded < self._trace.steps:
+            self._tracer = Tracer(core, hooks, self._trace, self._taken, _measured(device))
             stack.callback(self._tracer.finish)
         recorder = Recorder(core) if self._tracer is None else TimedRecorder(core, self._tracer)
         self._switch = switch = Switch(recorder, core, self._tracer)
@@ -232,6 +237,15 @@ class evict(ContextDecorator):
         stack.enter_context(switch.around_backward())
         pair = hooks if self._tracer is None else self._tracer
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pair.pack, pair.unpack))
+
+    def _next_timeline(self, device: Device) -> Timeline:
+        """One of this block's own: an earlier block of the same session has its file."""
+        path = self._timeline
+        if path is not None and self._timelines:
+            path = marked(path, str(self._timelines + 1))
+        timeline = Timeline(path, self._header(device))
+        self._timelines += 1
+        return timeline
 
     def _addresses(self, device: Device) -> DeviceAddresses | None:
         """Where storages lie, if the policy asks and the device can tell."""

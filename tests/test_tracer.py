@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -560,10 +561,37 @@ def test_training_goes_on_as_before(name: str, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "step.jsonl"):
-        with pytest.raises(TraceError, match="cannot be written; give a file in a directory"), delta.evict(trace=path):
+        with (
+            pytest.raises(TraceError, match=r"cannot be written.*; give a file in a directory"),
+            delta.evict(trace=path),
+        ):
             pass
     with delta.evict():  # the failed blocks are closed
         pass
+
+
+def test_what_is_no_file_is_refused_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(TraceError, match="cannot be written: there is something that is no regular file; give a file"):
+        delta.evict(trace=pipe).__enter__()
+    assert pipe.is_fifo()
+
+
+def test_a_block_that_is_entered_again_keeps_what_it_has_written(tmp_path: Path) -> None:
+    run = delta.evict(trace=Recording(tmp_path / "net.jsonl", skip=1, steps=2), timeline=tmp_path / "t.jsonl")
+    with pytest.warns(RuntimeWarning, match="1 of 2 steps were recorded"), run:
+        loop(2)
+    first = (tmp_path / "t.jsonl").read_bytes()
+    with run:
+        assert loop(3) == [2, 0, 0]
+    with run:
+        assert loop(1) == [0]
+    assert run.traces == (tmp_path / "net.jsonl", tmp_path / "net-2.jsonl")
+    assert [read(path).facts["step"] for path in run.traces] == ["2", "3"]
+    assert (tmp_path / "t.jsonl").read_bytes() == first
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == ["net-2.jsonl", "net.jsonl", "t-2.jsonl", "t-3.jsonl", "t.jsonl"]
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
