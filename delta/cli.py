@@ -20,6 +20,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from delta.errors import BudgetError, DeltaError, PolicyError, TimelineError
+from delta.files import bare_name
 from delta.units import Bytes, Share, format_bytes, parse_rate, parse_size
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def timeline(
 
     if len(files) > 1 and (svg is None or chrome is not None):
         raise TimelineError(f"{len(files)} timelines given: only --svg takes more than one")
-    series = [Series(Path(file).name.partition(".")[0], *read_timeline(file)) for file in files]
+    series = [Series(bare_name(Path(file)), *read_timeline(file)) for file in files]
     first = series[0]
     if chrome is not None:
         _write(chrome, json.dumps(to_chrome(first.header, first.events)))
