@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,28 @@ def test_doctor_reports_a_device_that_fails_and_goes_on(monkeypatch: pytest.Monk
     outcome = deltactl("doctor")
     assert outcome.exit_code == 0
     assert "not usable: no driver" in outcome.output
+
+
+def test_doctor_tells_of_a_card_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(index: int) -> str:
+        raise RuntimeError("card fell off the bus")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fails)
+    cpu, card = json.loads(deltactl("doctor", "--json").output)["devices"]
+    assert cpu["problem"] is None
+    assert card["name"] == "cuda:0" and card["problem"] == "not usable: card fell off the bus"
+
+
+def test_doctor_tells_that_there_is_no_directory_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    outcome = deltactl("doctor")
+    assert outcome.exit_code == 0, outcome.output
+    assert "No usable temporary directory found in ['/tmp'], not writable" in outcome.output
+    assert "device cpu" in outcome.output and "not usable: " in outcome.output
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
