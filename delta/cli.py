@@ -10,16 +10,17 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from typer.core import TyperGroup
 
 from delta.errors import BudgetError, DeltaError, PolicyError, TimelineError
+from delta.files import bare_name
 from delta.units import Bytes, Share, format_bytes, parse_rate, parse_size
 
 if TYPE_CHECKING:
@@ -184,8 +185,10 @@ def compare(
     plot: Annotated[str | None, typer.Option(help="Write a page with overhead over budget (needs plotly).")] = None,
 ) -> None:
     """Overheads of policies by budgets, a table for each trace."""
-    from delta.simulate.table import to_grid, write_plot
+    from delta.simulate.table import check_plot, to_grid, write_plot
 
+    if plot is not None:
+        check_plot(Path(plot))
     runs = list(_simulated(traces, policy, budget, link, allocator, override))
     typer.echo(to_grid(runs))
     if plot is not None:
@@ -200,9 +203,9 @@ def _simulated(
     allocator: str,
     override: list[str] | None,
 ) -> "Iterator[Run]":
-    """Every trace under every policy and budget; whatever cannot be read is an error before the first run."""
+    """Every trace under every policy and budget; whatever cannot be read or run is an error before the first run."""
     from delta.policies.loader import load
-    from delta.simulate import ALLOCATORS, simulate
+    from delta.simulate import ALLOCATORS, check_run, simulate
     from delta.stdout import others_to_stderr
     from delta.trace import read
     from delta.types import Link
@@ -213,12 +216,23 @@ def _simulated(
     way = Link(rate, rate) if rate is not None else None
     overrides = dict(_override(text) for text in override or [])
     loaded = [load(name, overrides=overrides) for name in policies]
-    sizes = [_budget(text) for text in budgets]
-    for trace in [read(path) for path in traces]:
-        for policy, size in itertools.product(loaded, sizes):
-            with others_to_stderr(), _seldom_collected():
-                done = simulate(trace, policy, size, way or trace.link, allocator, time.perf_counter_ns)
-            yield done
+    labels = _told_apart([policy.name for policy in loaded], policies)
+    loaded = [policy.model_copy(update={"name": label}) for policy, label in zip(loaded, labels, strict=True)]
+    steps = [read(path) for path in traces]
+    labels = _told_apart([step.name for step in steps], traces)
+    steps = [replace(step, name=label) for step, label in zip(steps, labels, strict=True)]
+    wanted = list(itertools.product(steps, loaded, map(_budget, budgets)))
+    for step, policy, size in wanted:
+        check_run(step, policy, size, way or step.link, allocator)
+    for step, policy, size in wanted:
+        with others_to_stderr(), _seldom_collected():
+            done = simulate(step, policy, size, way or step.link, allocator, time.perf_counter_ns)
+        yield done
+
+
+def _told_apart(names: list[str], given: list[str]) -> list[str]:
+    """What to call each in tables, where one name may stand for several: then the argument as it was given."""
+    return [argument if names.count(name) > 1 else name for name, argument in zip(names, given, strict=True)]
 
 
 @contextmanager
@@ -244,10 +258,12 @@ def _budget(text: str) -> Bytes | Share:
 
 
 def _override(text: str) -> tuple[str, Any]:
+    from delta.policies.loader import parse_value
+
     key, equals, value = text.partition("=")
     if not equals:
         raise PolicyError(f"--set {text}: give KEY=VALUE, such as filter.cost=neighbourhood")
-    return key, yaml.safe_load(value)
+    return key, parse_value(value, f"--set {text}")
 
 
 @policies_app.callback()
@@ -294,7 +310,7 @@ def timeline(
         raise TimelineError(f"--by {by}: allowed are {', '.join(GROUPINGS)}")
     if len(files) > 1 and (svg is None or chrome is not None or by is not None):
         raise TimelineError(f"{len(files)} timelines given: only --svg takes more than one")
-    series = [Series(Path(file).name.partition(".")[0], *read_timeline(file)) for file in files]
+    series = [Series(bare_name(Path(file)), *read_timeline(file)) for file in files]
     first = series[0]
     if chrome is not None:
         _write(chrome, json.dumps(to_chrome(first.header, first.events)))

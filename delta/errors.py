@@ -6,7 +6,7 @@
     ├── BudgetError                          a budget that cannot be read, or cannot be held with `strict: true`
     ├── PolicyError             (ValueError) a policy that cannot be read, or makes no sense
     ├── TimelineError           (ValueError) a timeline file that cannot be read
-    ├── PlotError                            a plot was asked for, and what draws it is not installed
+    ├── PlotError                            a plot cannot be drawn for want of a package, or cannot be written
     ├── TraceError              (ValueError) a trace that cannot be read, written or recorded
     ├── NestedSessionError      (RuntimeError) `delta.evict` entered inside another one
     ├── RecomputeMismatchError  (RuntimeError) a replayed op gave something else than the first time
@@ -40,7 +40,7 @@ class TraceError(DeltaError, ValueError):
 
 
 class PlotError(DeltaError):
-    """A plot was asked for, and the package that draws it is not installed."""
+    """A plot was asked for, and the package that draws it is not installed, or its page cannot be written."""
 
 
 class NestedSessionError(DeltaError, RuntimeError):

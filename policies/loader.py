@@ -18,6 +18,9 @@ from delta.errors import PolicyError
 
 DEFAULT = "delta"
 _SUFFIX = ".yaml"
+# What YAML's own makers of values raise besides YAMLError: for an impossible date or number, a text that is no
+# `!!bool`, an empty `!!int`, a text that is no `!!timestamp`, brackets a thousand deep.
+_NO_VALUE = (ValueError, LookupError, AttributeError, RecursionError)
 
 
 def names() -> list[str]:
@@ -100,14 +103,29 @@ def _parse(where: str, text: str) -> dict[str, Any]:
         values = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise PolicyError(f"{where}{line}: {error.problem or 'not valid YAML'}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
-        raise PolicyError(f"{where}: not valid YAML: {str(error).splitlines()[0]}.") from None
+        raise PolicyError(f"{where}{line}: {_problem(error)}.") from None
+    except (yaml.YAMLError, *_NO_VALUE) as error:
+        raise PolicyError(f"{where}: not valid YAML: {_problem(error)}.") from None
     if not isinstance(values, dict):
         kind = "nothing" if values is None else f"a {type(values).__name__}"
         keys = ", ".join(Policy.model_fields)
         raise PolicyError(f"{where}: holds {kind}, a policy is a mapping with the keys {keys}.")
     return values
+
+
+def parse_value(text: str, what: str) -> object:
+    """The value of a single key, given as YAML on a command line. `what` names it in messages. Raises PolicyError."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, *_NO_VALUE) as error:
+        raise PolicyError(f"{what}: not a value in YAML: {_problem(error)}. Quotes make a text of it.") from None
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        return error.problem
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _override(values: dict[str, Any], key: str, value: object) -> None:

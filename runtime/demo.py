@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from itertools import product
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -129,7 +130,8 @@ class DemoResult:
         return over / under if over is not None and under else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Ratios, verdicts, options and every figure, JSON-ready."""
+        """Ratios, verdicts, options and every figure, JSON-ready. A final loss that is no number is null; `losses` tell
+        which."""
         ratios = {
             "gradients_identical": self.gradients_identical,
             "losses_identical": self.losses_identical,
@@ -142,10 +144,14 @@ class DemoResult:
             "checkpoint_rss_ratio": self.ratio("peak_rss_bytes", "checkpoint") if self.options.checkpoint else None,
         }
         sides = {
-            mode: {**asdict(side), "step_time_ns": side.step_time_ns, "final_loss": side.final_loss}
+            mode: {**asdict(side), "step_time_ns": side.step_time_ns, "final_loss": _finite(side.final_loss)}
             for mode, side in self.sides.items()
         }
         return {**ratios, **asdict(self.options), "torch": torch.__version__, "sides": sides}
+
+
+def _finite(figure: float) -> float | None:
+    return figure if isfinite(figure) else None
 
 
 def run_demo(options: DemoOptions, on_step: Callable[[str], None] = lambda mode: None) -> DemoResult:

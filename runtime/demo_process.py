@@ -13,7 +13,15 @@ from delta.errors import DeltaError
 from delta.runtime.demo_worker import Spec
 from delta.runtime.rawmem import GLIBC_SETTINGS, HUGE_PAGES
 
-_MODULE = "delta.runtime.demo_worker"
+# The worker finds its modules where this process does: ``-m`` would look in the current directory first, for `random`
+# too. What a terminal's Ctrl-C ends is this process, which then ends its workers: they have nothing to say to it.
+_PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.path[:] = {search!r}
+from delta.runtime.demo_worker import main
+main()
+"""
 _GOODBYE_S = 10.0
 _QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler has nothing to say to a terminal
 
@@ -30,7 +38,7 @@ HEAP = {
 
 def _start(settings: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", _MODULE],
+        [sys.executable, "-P", "-c", _PROGRAM.format(search=[str(place) for place in sys.path])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

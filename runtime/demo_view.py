@@ -1,5 +1,6 @@
 """The demo on a terminal: progress while it runs, a table when it is done."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ def print_result(result: DemoResult, console: Console) -> None:
         f"batch {options.batch}, {options.steps} steps on {options.device}, {options.threads} threads; "
         f"policy {options.policy}, activations={options.activations}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     console.print(_table(result))
@@ -39,9 +41,9 @@ def print_result(result: DemoResult, console: Console) -> None:
     for text in report.get("warnings", ()):
         console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     timeline = options.timeline
+    shown = shlex.join(["deltactl", "timeline", timeline, "--chrome", "trace.json"])
     console.print(
-        f"timeline: {timeline}; to look at it: deltactl timeline {timeline} --chrome trace.json, "
-        "then open trace.json at https://ui.perfetto.dev",
+        f"timeline: {timeline}; to look at it: {shown}, then open trace.json at https://ui.perfetto.dev",
         highlight=False,
         markup=False,
         soft_wrap=True,

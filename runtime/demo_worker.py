@@ -1,6 +1,6 @@
 """One side of the demo in a process of its own: the same training plain, under `delta.evict`, or in another way.
 
-``python -m delta.runtime.demo_worker`` reads JSON lines from stdin, the `Spec` first, and answers each with one::
+`main` reads JSON lines from stdin, the `Spec` first, and answers each with one::
 
     {"mode": "plain", ...}      -> {"ready": true}
     {"do": "step", "index": 0}  -> {"time_ns": ..., "loss": "0x1.6p+2", "gradients": "<sha256>"}
@@ -91,6 +91,7 @@ class Trainer:
     """The training of one side. `step` and `finish` return the JSON-ready answers of the protocol."""
 
     def __init__(self, spec: Spec) -> None:
+        _choose_card(spec.device)
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         settle_kernels()  # for the plain side too: else two plain processes may differ
@@ -230,6 +231,13 @@ class Trainer:
         }
 
 
+def _choose_card(device: str) -> None:
+    """Peaks, and what is waited for, are those of the current card."""
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)
+
+
 def _make_deterministic(device: str) -> None:
     """CPU kernels give the same bits on every run; CUDA ones have to be asked, and where there is none they warn."""
     if device != "cpu":
@@ -314,7 +322,3 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         serve(sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()

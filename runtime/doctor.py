@@ -106,7 +106,7 @@ def diagnose() -> Diagnosis:
     """Look at the machine and measure its devices. Takes about a second; changes nothing."""
     host = load("delta").host
     memory = host_facts()
-    spill = host.spill_dir or tempfile.gettempdir()
+    spill, spill_free_bytes = _spill(host)
     return Diagnosis(
         python=platform.python_version(),
         system=platform.platform(terse=True),
@@ -116,8 +116,8 @@ def diagnose() -> Diagnosis:
         ram_bytes=memory.total_bytes,
         ram_available_bytes=memory.available_bytes,
         spill_directory=spill,
-        spill_free_bytes=shutil.disk_usage(spill).free if os.access(spill, os.W_OK | os.X_OK) else None,
-        devices=tuple(_measured(name, title, host) for name, title in _device_names()),
+        spill_free_bytes=spill_free_bytes,
+        devices=tuple(_measured(name, host) for name in _device_names()),
         missing=tuple(_missing()),
     )
 
@@ -129,14 +129,28 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device_names() -> Iterator[tuple[str, str]]:
-    yield "cpu", platform.processor() or platform.machine()
-    for index in range(torch.cuda.device_count()):
-        yield f"cuda:{index}", torch.cuda.get_device_name(index)
-
-
-def _measured(name: str, title: str, host: HostConfig) -> DeviceFinding:
+def _spill(host: HostConfig) -> tuple[str, int | None]:
+    """The directory of spill files, and what is free there; None where none can be made. Where there is no directory
+    for temporary files, the reason stands for it."""
     try:
+        spill = host.spill_dir or tempfile.gettempdir()
+        return spill, shutil.disk_usage(spill).free if os.access(spill, os.W_OK | os.X_OK) else None
+    except OSError as error:
+        return error.strerror or str(error), None
+
+
+def _device_names() -> list[str]:
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+
+
+def _title(name: str) -> str:
+    return platform.processor() or platform.machine() if name == "cpu" else torch.cuda.get_device_name(name)
+
+
+def _measured(name: str, host: HostConfig) -> DeviceFinding:
+    title = name
+    try:
+        title = _title(name)
         device = make_device(name, host)
         try:
             speed = device.bandwidth()

@@ -5,6 +5,7 @@ that is kept beside the page as JSON, or by running the page's own example. Test
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from delta.errors import DeltaError
+from delta.files import replace_file, target_of
 
 _PLACE = re.compile(r"(<!-- figure: (?P<name>[\w-]+) -->\n)(?P<content>.*?)(<!-- /figure -->)", re.DOTALL)
 _EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -89,8 +91,19 @@ def read_page(path: Path) -> str:
 
 
 def write_file(path: Path, content: str) -> None:
-    """Write a file that the caller of a command asked for. DeltaError if that cannot be."""
+    """Write a file that the caller of a command asked for, in the place of what it held. DeltaError if that cannot be:
+    then it holds what it held."""
     try:
-        path.write_text(content, encoding="utf-8")
+        replace_file(path, content.encode("utf-8"))
     except OSError as error:
         raise DeltaError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_place(path: Path) -> None:
+    """DeltaError where `write_file` cannot write: before the hours that make the content."""
+    try:
+        folder = target_of(path).parent
+    except FileExistsError as error:
+        raise DeltaError(f"{path} cannot be written: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise DeltaError(f"{path} cannot be written: give a file in a directory that exists and is writable")

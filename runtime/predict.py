@@ -4,19 +4,24 @@ Run by hand on a quiet machine. It prints a table, and fails only where gradient
 """
 
 import json
+import shlex
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from delta.errors import BudgetError, DeltaError
 from delta.runtime.command import run_app
-from delta.runtime.pages import facts_list, table, to_json, write_filled
-from delta.runtime.predict_measure import Prediction, Row, base_spec, evicting, predict
+from delta.runtime.pages import facts_list, read_page, table, to_json, write_filled
+from delta.runtime.predict_measure import Prediction, Row, base_spec, evicting, on_this_device, predict
 from delta.runtime.zoo import CPU_MODELS
 from delta.text import aligned
-from delta.units import format_bytes
+from delta.units import format_bytes, parse_size
 
+_NAME = "scripts/predict"
 PAGE = Path("docs/predicted.md")
 RESULT = Path("docs/predicted.json")
 _HEAD = (
@@ -44,20 +49,32 @@ def main(
     write_docs: Annotated[bool, typer.Option("--write-docs", help=f"Fill {PAGE} and write {RESULT}.")] = False,
 ) -> None:
     """Train each model plain and under each policy, and compare peak and overhead with what the simulator foretells."""
-    results = []
-    for name in model or ("byte-gpt", "resnet50"):
-        spec = base_spec(name, batch, threads)
-        tell = partial(typer.echo, err=True)
-        results.append(predict(spec, policy or evicting(), activations, steps, tell))
+    policies = policy or evicting()
+    _refuse(policies, activations, batch=batch, steps=steps, threads=threads)
+    if write_docs:
+        read_page(PAGE)
+    results, command = [], shlex.join([_NAME, *sys.argv[1:]])
+    for spec in [base_spec(name, batch, threads) for name in model or ("byte-gpt", "resnet50")]:
+        results.append(predict(spec, policies, activations, steps, command, partial(typer.echo, err=True)))
         typer.echo(
             f"{heading(results[-1])}\n{aligned([_HEAD, *map(cells, results[-1].rows)], right=range(1, 9), rule=True)}\n"
         )
-    if write_docs:
-        write_page(results, Path())
     if as_json:
         typer.echo(json.dumps([result.as_dict() for result in results]))
+    if write_docs:
+        write_page(results, Path())
     if not all(row.gradients_identical for result in results for row in result.rows):
         raise typer.Exit(1)
+
+
+def _refuse(policies: Sequence[str], activations: str, **numbers: int) -> None:
+    """What cannot be is told before the first process."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise DeltaError(f"{name}={number}: must be at least 1")
+    parse_size(activations, what="activations", error=BudgetError)
+    for name in policies:
+        on_this_device(name)
 
 
 def heading(result: Prediction) -> str:
@@ -88,9 +105,7 @@ def cells(row: Row) -> tuple[str, ...]:
 def figures(results: list[Prediction]) -> dict[str, str]:
     """Name of a place in the page -> what belongs there."""
     one = results[0]
-    options = f"--threads {one.threads} --steps {one.timed_steps}"
-    command = f"`scripts/predict {options} --write-docs`"
-    setting = facts_list({**one.machine, "command": command})
+    setting = facts_list({**one.machine, "command": f"`{one.command}`"})
     return {"setting": setting, "tables": "\n\n".join(map(_markdown, results))}
 
 
@@ -108,7 +123,7 @@ def run() -> None:
     """The command."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
-    run_app(app, "scripts/predict")
+    run_app(app, _NAME)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ class Prediction:
     timed_steps: int
     threads: int
     machine: Mapping[str, str]
+    command: str
     rows: tuple[Row, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,9 +108,10 @@ def predict(
     policies: Sequence[str],
     activations: str,
     timed_steps: int,
+    command: str,
     done: Callable[[str], None] = lambda _: None,
 ) -> Prediction:
-    """Trace, simulate and measure; ``done`` is told how far it has come.
+    """Trace, simulate and measure; ``command`` is what asked for it, ``done`` is told how far it has come.
 
     DeltaError if a process fails.
     """
@@ -133,6 +135,7 @@ def predict(
         timed_steps=timed_steps,
         threads=spec.threads,
         machine=facts,
+        command=command,
         rows=tuple(rows),
     )
 

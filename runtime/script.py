@@ -5,18 +5,19 @@ Not covered: launching several processes. ``torchrun ... -m delta run script.py`
 
 import json
 import os
-import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 import delta
 from delta.errors import DeltaError, TraceError
+from delta.files import marked
 from delta.report import Report
 from delta.trace import Recording, read, summary
 
@@ -40,13 +41,15 @@ class RunOptions:
 def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> None:
     """Run the script as ``__main__``. The report is printed on stderr at the end, also when the script failed.
 
-    SystemExit with a code passes through, so the exit code is the script's. Another exception of the script is printed
+    Of several processes (torchrun) each writes files of its own, with ``-rank0`` and so on in their names. SystemExit
+    with a code passes through, so the exit code is the script's. Another exception of the script is printed
     without Delta's own frames and exits with 1, as the interpreter would. Raises DeltaError for options that make no
     sense, and TraceError if no step could be recorded.
     """
-    path = Path(script)
+    path = Path(script).absolute()
     if not path.is_file():
         raise DeltaError(f"script={script!r}: there is no such file")
+    options = _of_this_rank(options)
     run = delta.evict(
         budget=options.budget,
         activations=options.activations,
@@ -58,8 +61,8 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
     ending = ExitStack()
     ending.enter_context(run)  # on its own: options that are refused here end without a report
     try:
-        with ending, _interpreter_for(path, arguments):
-            runpy.run_path(str(path), run_name="__main__")
+        with ending, _interpreter_for(path, [script, *arguments]):
+            _run_main(path)
     except DeltaError:
         raise
     except SystemExit as ended:
@@ -74,6 +77,19 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
         _sum_up(run.traces, options.trace)
 
 
+def _of_this_rank(options: RunOptions) -> RunOptions:
+    """The same with files of this process's own, where torchrun says that there are several."""
+    size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
+    if not (size.isdecimal() and int(size) > 1 and rank.isdecimal()):
+        return options
+
+    def own(file: str | None) -> str | None:
+        return None if file is None else str(marked(Path(file), f"rank{rank}"))
+
+    trace = options.trace and replace(options.trace, path=marked(options.trace.path, f"rank{rank}"))
+    return replace(options, timeline=own(options.timeline), report=own(options.report), trace=trace)
+
+
 def _card_of_rank() -> str | None:
     """The card that a process started by torchrun trains on, as a rule: it says so only after the block has begun."""
     rank = os.environ.get("LOCAL_RANK", "")
@@ -81,15 +97,28 @@ def _card_of_rank() -> str | None:
 
 
 @contextmanager
-def _interpreter_for(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path[0]`` as the interpreter sets them for a script, put back at the end."""
-    argv, search = sys.argv, sys.path
-    sys.argv = [str(path), *arguments]
-    sys.path = [str(path.resolve().parent), *search[1:]]
+def _interpreter_for(path: Path, argv: list[str]) -> Iterator[None]:
+    """``sys.argv`` and ``sys.path`` as the interpreter sets them for a script, put back at the end."""
+    before, search = sys.argv, sys.path
+    sys.argv = argv
+    if not sys.flags.safe_path:  # else neither the folder of Delta's command nor that of the script is among them
+        sys.path = [str(path.resolve().parent), *search[1:]]
     try:
         yield
     finally:
-        sys.argv, sys.path = argv, search
+        sys.argv, sys.path = before, search
+
+
+def _run_main(path: Path) -> None:
+    """Run a script as the module ``__main__``, which is there for as long as it runs. `runpy` would put the absolute
+    path that ``__file__`` has into ``sys.argv``, too."""
+    main = ModuleType("__main__")
+    main.__file__ = str(path)
+    before, sys.modules["__main__"] = sys.modules["__main__"], main
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _print_like_interpreter(error: Exception, path: Path) -> None:

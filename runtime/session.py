@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 import weakref
@@ -19,9 +18,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from delta.budget import Budget
-from delta.config import HostConfig, Policy
+from delta.config import Policy
 from delta.engine import Engine
 from delta.errors import BudgetError, DeltaError, NestedSessionError
+from delta.files import marked
 from delta.policies.loader import load
 from delta.report import Report
 from delta.runtime.addresses import DeviceAddresses
@@ -39,7 +39,7 @@ from delta.runtime.recorder import Recorder
 from delta.runtime.replicas import no_replicas
 from delta.runtime.settle import settle_kernels
 from delta.runtime.switch import Switch
-from delta.runtime.tracer import Tracer
+from delta.runtime.tracer import Taken, Tracer
 from delta.timeline import Timeline
 from delta.trace import Recording
 from delta.types import Action, Link
@@ -77,7 +77,8 @@ class evict(ContextDecorator):
     `delta.trace.Recording` of other steps.
     ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the current CUDA device, else the CPU.
 
-    Usable as a decorator and one block after the other, not nested. A backward after the block has ended still works.
+    Usable as a decorator and one block after the other, not nested. Entered again, it writes its timeline to ``-2`` and
+    so on, and goes on counting the steps to be traced. A backward after the block has ended still works.
 
     Raises BudgetError (budget unreadable, or given twice), PolicyError, SwapError (spill directory), TimelineError,
     TraceError, NestedSessionError; where it is left in another thread than it was entered in, DeltaError.
@@ -103,8 +104,10 @@ class evict(ContextDecorator):
         self._budget = None if budget is None else parse_size(budget, what="budget")
         self._activations = None if activations is None else parse_size(activations, what="activations")
         self._model = weakref.ref(model) if model is not None else None
-        self._timeline = timeline
+        self._timeline = None if timeline is None else Path(timeline)
+        self._timelines = 0  # written so far
         self._trace = Recording(Path(trace)) if isinstance(trace, str | os.PathLike) else trace
+        self._taken = Taken()
         self._device_name = device if device is not None else _device_of(model)
         self._thread = 0  # that entered the block: hooks and modes are its own
         self._core: Core | None = None
@@ -173,7 +176,7 @@ class evict(ContextDecorator):
     @property
     def traces(self) -> tuple[Path, ...]:
         """The files of the steps recorded so far."""
-        return tuple(self._tracer.files) if self._tracer is not None else ()
+        return tuple(self._taken.files)
 
     def report(self) -> Report:
         """What the run did so far, or in all once the block has ended."""
@@ -215,14 +218,14 @@ class evict(ContextDecorator):
         undo = stack.enter_context(ExitStack())
         undo.callback(device.close)
         budget = self._limit(device)
-        timeline = Timeline(self._timeline, self._header(device))
+        timeline = self._next_timeline(device)
         undo.callback(timeline.close)
         addresses = self._addresses(device)
         swaps = not budget.unlimited and Action.SWAP in self.policy.director.actions
         link = _measured(device) if swaps else _UNUSED
         engine = Engine(self.policy, budget, link, layout=addresses, clock=time.perf_counter_ns)
-        if swaps:
-            _warn_of_spilling_to_memory(engine, device.kind, self.policy.host)
+        if swaps and device.spill_directory is not None:
+            _warn_of_spilling_to_memory(engine, device.spill_directory)
         core = Core(engine, device, Persistent(model), timeline)
         if addresses is not None:
             addresses.follow(core.slots)
@@ -241,8 +244,9 @@ class evict(ContextDecorator):
         stack.enter_context(core.persistent.new_modules())
         stack.enter_context(no_replicas())
         self._hooks = hooks = Hooks(core)
-        if self._trace is not None:
-            self._tracer = Tracer(core, hooks, self._trace, _measured(device))
+        self._tracer = None
+        if self._trace is not None and self._taken.recorded < self._trace.steps:
+            self._tracer = Tracer(core, hooks, self._trace, self._taken, _measured(device))
             stack.callback(self._tracer.finish)
         recorder = Recorder(core) if self._tracer is None else TimedRecorder(core, self._tracer)
         self._switch = switch = Switch(recorder, core, self._tracer)
@@ -257,6 +261,15 @@ class evict(ContextDecorator):
         pair = hooks if self._tracer is None else self._tracer
         torch._C._autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
         stack.callback(self._in_its_thread, torch._C._autograd._pop_saved_tensors_default_hooks)
+
+    def _next_timeline(self, device: Device) -> Timeline:
+        """One of this block's own: an earlier block of the same session has its file."""
+        path = self._timeline
+        if path is not None and self._timelines:
+            path = marked(path, str(self._timelines + 1))
+        timeline = Timeline(path, self._header(device))
+        self._timelines += 1
+        return timeline
 
     def _addresses(self, device: Device) -> DeviceAddresses | None:
         """Where storages lie, if the policy asks and the device can tell."""
@@ -293,11 +306,8 @@ def _tell_what_was_held(error: torch.OutOfMemoryError, core: Core) -> None:
         )
 
 
-def _warn_of_spilling_to_memory(engine: Engine, device_kind: str, host: HostConfig) -> None:
-    """If the spill file would lie in memory. A card has one only where the policy names a directory."""
-    directory = host.spill_dir or (tempfile.gettempdir() if device_kind == "cpu" else None)
-    if directory is None or device_kind == "chaos":
-        return
+def _warn_of_spilling_to_memory(engine: Engine, directory: str) -> None:
+    """If the spill file would lie in memory."""
     facts = spill_facts(directory)
     if facts.in_memory:
         engine.totals.warn("spill", f"the spill directory {facts.text}")

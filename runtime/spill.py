@@ -50,13 +50,14 @@ class FileRoom:
 
 
 class SpillFile:
-    """One unlinked file in ``directory`` (None: the directory for temporary files), and the room in it.
+    """One unlinked file in ``directory`` (None: the directory for temporary files), and the room in it. SwapError where
+    there is no such directory.
 
     ``direct=False`` keeps to buffered I/O even where O_DIRECT would work.
     """
 
     def __init__(self, directory: str | None = None, *, direct: bool = True) -> None:
-        self.directory = directory if directory is not None else tempfile.gettempdir()
+        self.directory = directory if directory is not None else _temporary()
         self.direct = direct  # after the file is open: what is really used
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
@@ -240,6 +241,15 @@ def _give_up(fd: int, owner_pid: int) -> None:
             os.ftruncate(fd, 0)
     finally:
         os.close(fd)
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise SwapError(
+            f"no spill file can be made ({error.strerror}): make one of them writable, or {_HINT}"
+        ) from error
 
 
 def _set_direct(fd: int) -> bool:

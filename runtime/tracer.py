@@ -17,6 +17,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.errors import TraceError
+from delta.files import bare_name, target_of
 from delta.runtime import cudnn
 from delta.runtime.hooks import Hooks, Passed
 from delta.runtime.opfacts import OpFacts, facts_of
@@ -42,6 +44,15 @@ if TYPE_CHECKING:
     from delta.runtime.core import Core
 
 
+@dataclass(slots=True)
+class Taken:
+    """What has been seen and recorded so far. A block that is entered again goes on from there."""
+
+    whole: int = 0  # steps
+    recorded: int = 0
+    files: list[Path] = field(default_factory=list)
+
+
 class Tracer(TorchDispatchMode):
     """Traces while it is on the mode stack, below Delta's recorder, so that an op's time is its own."""
 
@@ -52,24 +63,22 @@ class Tracer(TorchDispatchMode):
         """Let the user's torch.compile keep its compiled regions."""
         return True
 
-    def __init__(self, core: Core, hooks: Hooks, recording: Recording, link: Link) -> None:
+    def __init__(self, core: Core, hooks: Hooks, recording: Recording, taken: Taken, link: Link) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._core = core
         self._hooks = hooks
         self._recording = recording
+        self._taken = taken
         self._link = link
         self._step: TracedStep | None = None
-        self._whole = 0  # steps
-        self._recorded = 0
         self.spent_ns = 0  # in calls of the program that came by here, the ops themselves included
-        self.files: list[Path] = []
         _check_place(recording.path)
         core.may_watch = False  # a tensor that is only watched does not tell when the program lets go of it
 
     @property
     def wanted(self) -> bool:
         """Whether there are steps left to record."""
-        return self._recorded < self._recording.steps
+        return self._taken.recorded < self._recording.steps
 
     @property
     def own_time(self) -> OwnTime | None:
@@ -81,10 +90,10 @@ class Tracer(TorchDispatchMode):
         self._current(begins=False)
         self._step = None
         if self.wanted:
-            given = self._recording
+            given, taken = self._recording, self._taken
             self._core.engine.totals.warnings.append(
-                f"trace={str(given.path)!r}: {self._recorded} of {given.steps} steps were recorded: the block ran "
-                f"{self._whole} whole ones, each with its backward, and the first {given.skip} were to be skipped"
+                f"trace={str(given.path)!r}: {taken.recorded} of {given.steps} steps were recorded: the block ran "
+                f"{taken.whole} whole ones, each with its backward, and the first {given.skip} were to be skipped"
             )
 
     # -- ops ------------------------------------------------------------------------------------------------------
@@ -195,25 +204,26 @@ class Tracer(TorchDispatchMode):
         self._step = None
         if not step.backward_began:
             return  # an evaluation with gradients on
-        self._whole += 1
-        if self._whole <= self._recording.skip:
+        taken = self._taken
+        taken.whole += 1
+        if taken.whole <= self._recording.skip:
             return
-        path = self._recording.file(self._recorded)
-        self._recorded += 1
+        path = self._recording.file(taken.recorded)
+        taken.recorded += 1
         self._core.may_watch = not self.wanted
-        device, name = self._core.device, path.name.partition(".")[0]
+        device, name = self._core.device, bare_name(path)
         facts = {
             "torch": torch.__version__,
             "device": _title(device.torch_device),
             "threads": str(torch.get_num_threads()),
-            "step": str(self._whole),
+            "step": str(taken.whole),
         }
         try:
             write(Trace(name, Evictable.SAVED, step.finish(), device.kind, self._link, facts, self._own(step)), path)
         except TraceError as error:
             self._core.engine.totals.warnings.append(str(error))  # training goes on
         else:
-            self.files.append(path)
+            taken.files.append(path)
 
 
 def _title(device: torch.device) -> str:
@@ -226,7 +236,14 @@ def _in_backward() -> bool:
 
 def _check_place(path: Path) -> None:
     """A path that cannot be written is told before the first step."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise TraceError(
-            f"trace={str(path)!r}: cannot be written; give a file in a directory that exists and is writable"
-        )
+    try:
+        parent = target_of(path).parent
+    except FileExistsError as error:
+        raise _unwritable(path, f": {error.strerror}") from error
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise _unwritable(path)
+
+
+def _unwritable(path: Path, why: str = "") -> TraceError:
+    hint = "give a file in a directory that exists and is writable"
+    return TraceError(f"trace={str(path)!r}: cannot be written{why}; {hint}")

@@ -414,6 +414,52 @@ def test_a_run_that_is_ended_leaves_what_it_had(
     assert [(model.model, len(model.rows)) for model in found.models] == [("byte-gpt", 4), ("unet", 2)]
 
 
+def test_a_result_is_never_less_than_it_was(command: Any, fake_processes: None, tmp_path: Path) -> None:
+    """A disk that is full: nothing of the file is lost, and no model has failed for it."""
+    saved = tmp_path / "b.json"
+    saved.write_text("before")
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(Path, "write_bytes", _no_space)
+        done = command("--quick", "--models", "byte-gpt", "--budgets", "100%,40%", "--save", str(saved), "--json")
+    assert isinstance(done.exception, DeltaError) and "No space left on device" in str(done.exception)
+    assert f"warning: {saved} cannot be written: No space left on device" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["models"][0]["rows"]
+    assert saved.read_text() == "before" and list(tmp_path.iterdir()) == [saved]
+
+
+def _no_space(self: Path, content: bytes) -> int:
+    self.touch()
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("kind", [(), ("max-batch", "--limit", "1GiB")])
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [(["--save", "no/such/b.json"], "give a file in a directory"), (["--write-docs"], "in a checkout only")],
+)
+def test_what_cannot_be_written_is_told_before_anything_is_measured(
+    kind: tuple[str, ...], where: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_line, "machine_facts", None)
+    done = CliRunner().invoke(command_line.app, [*kind, "--models", "resnet50", *where])
+    assert isinstance(done.exception, DeltaError) and says in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("hot-path", "--ops", "0"), "ops=0: must be at least 1"),
+        (("hot-path", "--rounds", "0"), "rounds=0: must be at least 1"),
+        (("decisions", "--evictions", "0"), "evictions=0: must be at least 1"),
+        (("--quick", "--device", "cuda", "--models", "nope"), "model='nope': known are byte-gpt"),
+    ],
+)
+def test_arguments_that_make_no_measurement_are_refused(command: Any, arguments: tuple[str, ...], says: str) -> None:
+    done = command(*arguments)
+    assert isinstance(done.exception, DeltaError) and says in str(done.exception)
+
+
 def test_times_that_mean_nothing_are_no_page(command: Any, measured: BenchResult, tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(to_json(measured.as_dict()))
     for arguments in (("--quick", "--write-docs"), ("--result", str(tmp_path / "b.json"), "--write-docs")):

@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -115,10 +117,10 @@ def test_timeline_writes_what_is_asked_for(timeline_file: Path, tmp_path: Path) 
 
 
 def test_timeline_draws_several_runs(timeline_file: Path, tmp_path: Path) -> None:
-    other, picture = tmp_path / "plain.jsonl", tmp_path / "both.svg"
+    other, picture = tmp_path / "plain.v2.jsonl", tmp_path / "both.svg"
     other.write_bytes(timeline_file.read_bytes())
     assert deltactl("timeline", str(timeline_file), str(other), "--svg", str(picture)).exit_code == 0
-    assert "plain (peak 100 B)" in picture.read_text() and "run (peak 100 B)" in picture.read_text()
+    assert "plain.v2 (peak 100 B)" in picture.read_text() and "run (peak 100 B)" in picture.read_text()
     assert "only --svg takes more than one" in refused(deltactl("timeline", str(timeline_file), str(other)))
 
 
@@ -222,6 +224,28 @@ def test_doctor_reports_a_device_that_fails_and_goes_on(monkeypatch: pytest.Monk
     assert "not usable: no driver" in outcome.output
 
 
+def test_doctor_tells_of_a_card_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(index: int) -> str:
+        raise RuntimeError("card fell off the bus")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fails)
+    cpu, card = json.loads(deltactl("doctor", "--json").output)["devices"]
+    assert cpu["problem"] is None
+    assert card["name"] == "cuda:0" and card["problem"] == "not usable: card fell off the bus"
+
+
+def test_doctor_tells_that_there_is_no_directory_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    outcome = deltactl("doctor")
+    assert outcome.exit_code == 0, outcome.output
+    assert "No usable temporary directory found in ['/tmp'], not writable" in outcome.output
+    assert "device cpu" in outcome.output and "not usable: " in outcome.output
+
+
 # --- run --------------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +338,47 @@ def test_run_writes_the_report(runs: list[FakeRun], tmp_path: Path) -> None:
     assert json.loads(file.read_text())["steps"] == 3
     bad = deltactl("run", "--report", str(tmp_path / "no" / "r.json"), script(tmp_path, ""))
     assert bad.exit_code == 2 and "r.json' cannot be written" in bad.stderr.replace("': cannot", "' cannot")
+
+
+def test_a_script_of_a_relative_path_looks_as_under_the_interpreter(
+    runs: list[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint(__file__, sys.argv)\nraise ValueError\n")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    ours = deltactl("run", "../train.py", "-x")
+    own = subprocess.run([sys.executable, "../train.py", "-x"], capture_output=True, text=True)
+    assert ours.stdout == own.stdout == f"{tmp_path}/here/../train.py ['../train.py', '-x']\n"
+    assert ours.stderr.partition("policy")[0] == own.stderr
+    assert own.stderr.startswith(f'Traceback (most recent call last):\n  File "{tmp_path}/here/../train.py", line 3')
+
+
+@pytest.mark.parametrize(("safely", "found"), [((), True), (("-P",), False)])
+def test_the_way_to_modules_is_as_under_the_interpreter(safely: tuple[str, ...], found: bool, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("")
+    text = "import sys, importlib.util as u\nprint(u.find_spec('beside') is not None, '/marker' in sys.path)"
+    command = [sys.executable, *safely, "-m", "delta", "run", script(tmp_path, text)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["/marker", str(ROOT)])}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{found} True\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "mark"),
+    [({"WORLD_SIZE": "4", "RANK": "3"}, "-rank3"), ({"WORLD_SIZE": "1", "RANK": "0"}, ""), ({"WORLD_SIZE": "4"}, "")],
+)
+def test_each_of_several_processes_writes_files_of_its_own(
+    runs: list[FakeRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], mark: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    files = ("--timeline", f"{tmp_path}/t.jsonl.gz", "--report", f"{tmp_path}/r.json")
+    assert deltactl("run", *files, script(tmp_path, "")).exit_code == 0
+    assert runs[0].arguments["timeline"] == f"{tmp_path}/t{mark}.jsonl.gz"
+    assert [path.name for path in tmp_path.glob("*.json")] == [f"r{mark}.json"]
+    deltactl("trace", "--output", f"{tmp_path}/step.jsonl.gz", script(tmp_path, ""))
+    assert runs[1].arguments["trace"].path == tmp_path / f"step{mark}.jsonl.gz"
 
 
 @pytest.mark.parametrize(("code", "text"), [(0, "exit()"), (7, "exit(7)"), (1, "exit('gone')")])

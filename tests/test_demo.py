@@ -3,9 +3,11 @@
 import json
 import math
 import mmap
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from io import StringIO
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 import delta
 from delta.errors import BudgetError, DeltaError, PolicyError
 from delta.report import Report
-from delta.runtime import demo, demo_measure, demo_process, ways
+from delta.runtime import demo, demo_measure, demo_process, demo_worker, ways
 from delta.runtime.demo import DemoOptions, DemoResult, Side, run_demo
 from delta.runtime.demo_measure import ResidentPeak, SavedBytes, digest
 from delta.runtime.demo_model import Batches, Gpt, GptConfig, next_byte_loss, stdlib_bytes
@@ -305,6 +307,27 @@ def test_worker_in_a_process_of_its_own() -> None:
     assert end["counted_peak_bytes"] > 0
 
 
+def test_a_worker_finds_what_the_demo_finds_and_an_interrupt_is_the_demo_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("delta", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    with WorkerProcess(TINY.spec("plain")) as worker:
+        worker.wait_ready()
+        worker._process.send_signal(signal.SIGINT)
+        assert worker.ask({"do": "step", "index": 0})["loss"]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_measures_the_card_it_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cpu", "cuda", "cuda:1"):
+        demo_worker._choose_card(device)
+    assert chosen == [torch.device("cuda:1")]
+
+
 # --- what comes of it -------------------------------------------------------------------------------------------------
 
 
@@ -441,6 +464,21 @@ def test_the_table_shows_figures_ratios_and_verdicts() -> None:
     assert "deltactl timeline delta-demo.jsonl --chrome trace.json" in text
     assert "gradients identical: no\n" in shown(result(parameters="q"))
     assert "gradients identical: no, first in step 1\n" in shown(result(gradients=("a", "x")))
+
+
+def test_paths_are_shown_as_they_are_and_as_a_shell_takes_them() -> None:
+    outcome = result()
+    options = replace(outcome.options, timeline="my runs/[1].jsonl")
+    object.__setattr__(options, "policy", "[red]mine.yaml")
+    text = shown(replace(outcome, options=options))
+    assert "policy [red]mine.yaml, " in text
+    assert "timeline: my runs/[1].jsonl; to look at it: deltactl timeline 'my runs/[1].jsonl' --chrome" in text
+
+
+def test_a_final_loss_that_is_no_number_is_json() -> None:
+    values = json.loads(json.dumps(result(losses=("nan",)).as_dict(), allow_nan=False))
+    assert values["sides"]["delta"]["final_loss"] is None and values["sides"]["delta"]["losses"] == ["nan"]
+    assert values["sides"]["plain"]["final_loss"] == 2.0
 
 
 def test_options_given_to_the_worker() -> None:

@@ -1,5 +1,6 @@
 """The simulator beside the real CPU engine: every shipped policy trains, holds its budget, and was foretold."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -8,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from bench_fakes import NoProcess
+from typer.testing import CliRunner, Result
 
 from delta.engine import MISSED
 from delta.errors import DeltaError
+from delta.runtime import predict as command_line
 from delta.runtime import predict_measure, side_by_side, tracing
 from delta.runtime.demo import DemoOptions
 from delta.runtime.demo_worker import COLD_STEPS, TRACED_STEPS, Spec, Trainer
@@ -98,7 +102,7 @@ def test_each_policy_trains_with_the_same_bits_under_half_and_its_peak_is_foreto
 @pytest.mark.parametrize("model", ["byte-gpt", "resnet50"])
 def test_the_full_models(model: str) -> None:
     needs(model)
-    result = predict(base_spec(model, batch=4, threads=1), evicting(), "50%", timed_steps=1)
+    result = predict(base_spec(model, batch=4, threads=1), evicting(), "50%", timed_steps=1, command="")
     assert [row.policy for row in result.rows if not (row.gradients_identical and row.losses_identical)] == []
     assert [row.policy for row in result.rows if not row.held] == []
     assert [(row.policy, row.peak_difference) for row in result.rows if abs(row.peak_difference) > 0.02] == []
@@ -135,11 +139,13 @@ def test_a_result_survives_json_and_fills_a_table() -> None:
         timed_steps=2,
         threads=1,
         machine={"day": "today"},
+        command="scripts/predict --batch 4",
         rows=(a_row(),),
     )
     assert Prediction.from_dict(result.as_dict()) == result
     line = "| delta | 100 B | 100 B | 90 B | 98 B | -2.0% | 1.250 | 1.125 | -12.5 | identical |"
     assert line in figures([result])["tables"]
+    assert figures([result])["setting"] == "- day: today\n- command: `scripts/predict --batch 4`"
     with pytest.raises(DeltaError, match="not a result of scripts/predict"):
         Prediction.from_dict({"rows": [{}]})
 
@@ -173,7 +179,7 @@ def test_policies_are_compared_with_plain_steps_beside_theirs(monkeypatch: pytes
     monkeypatch.setattr(predict_measure, "record", lambda spec: Recorded(STEP, STEP))
     monkeypatch.setattr(predict_measure, "machine_facts", dict)
     told: list[str] = []
-    result = predict(SMALL["byte-gpt"], ["recompute", "dtr"], "50%", 2, done=told.append)
+    result = predict(SMALL["byte-gpt"], ["recompute", "dtr"], "50%", 2, "scripts/predict", done=told.append)
     recompute, dtr = result.rows
     assert (recompute.overhead, dtr.overhead) == (1.1, 1.2)
     assert (recompute.peak_bytes, recompute.counted_peak_bytes) == (43, 36)
@@ -205,6 +211,55 @@ def test_the_fastest_step_is_taken_and_what_delta_s_own_work_takes_as_a_rule(mon
     recorded = tracing.record(SMALL["byte-gpt"])
     assert (recorded.trace.base_ns, recorded.first.base_ns) == (70, 800)
     assert recorded.trace.bookkeeping == Bookkeeping(op_ns=7, save_ns=13)
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the command had predicted; each time it is what stands in `a_row`."""
+    asked: list[tuple[Any, ...]] = []
+
+    def fake(*given: Any) -> Prediction:
+        asked.append(given)
+        sizes = {"model": "gpt", "batch": 4, "activations": "50%", "timed_steps": 2, "threads": 1, "machine": {}}
+        return Prediction(**sizes, command=given[4], rows=(a_row(),))
+
+    monkeypatch.setattr(command_line, "predict", fake)
+    return asked
+
+
+def scripts_predict(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(command_line.main)
+    return CliRunner().invoke(app, ["--model", "byte-gpt", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--steps", "0"], "steps=0: must be at least 1"),
+        (["--policy", "delta", "--policy", "nope"], "policy='nope'"),
+        (["--activations", "8 apples"], "8 apples"),
+        (["--model", "vgg"], "model='vgg'"),
+        (["--write-docs"], "pages are written in a checkout only"),
+    ],
+)
+def test_the_command_refuses_before_it_measures(
+    predicted: list[tuple[Any, ...]],
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = scripts_predict(*arguments)
+    assert isinstance(done.exception, DeltaError) and says in str(done.exception)
+    assert predicted == []
+
+
+def test_the_command_is_kept_as_given(predicted: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["predict.py", "--batch", "4", "--policy", "my policy.yaml"])
+    (result,) = json.loads(scripts_predict("--json").stdout.splitlines()[-1])
+    assert result["command"] == "scripts/predict --batch 4 --policy 'my policy.yaml'"
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -126,6 +126,13 @@ def test_a_swap_over_the_link_by_hand():
     assert run.peak_bytes == 300
 
 
+def test_each_copy_takes_its_own_time_from_compute():
+    """As above, and compute stands still for 7 ns whenever a copy is queued: three go out and one comes back."""
+    run = simulate(FOUR_AND_BACK, a_policy("swap", score="lru"), Bytes(300), replace(LINK, copy_ns=7))
+    assert run.status is Status.OK
+    assert (run.total_ns, run.stall_ns, run.swapped_bytes) == (190 + 4 * 7, 40 + 4 * 7, 300)
+
+
 def test_a_saved_trace_keeps_what_autograd_saved_under_the_budget():
     """Three saved storages of 100 bytes, room for two. Saves come unannounced, so room is kept for one more: with the
     second the first goes, with the third the second. To have the second again both are replayed, 10 ns each; the first
@@ -353,7 +360,8 @@ def steps(draw: st.DrawFn) -> Trace:
 
 @st.composite
 def saved_steps(draw: st.DrawFn) -> Trace:
-    """What autograd saved may go: writes in place, constants too, and a backward that asks for all that was saved."""
+    """What autograd saved may go: writes in place, constants too, and a backward that asks for all that was saved. What
+    that makes may be saved in its turn, as of a gradient's own graph, and be replayed, as of a forward in between."""
     events: list[Event] = [Constant(number, draw(SIZES)) for number in range(draw(st.integers(1, 3)))]
     live, count, saved = list(range(len(events))), len(events), list[int]()
     constants = set(live)
@@ -382,11 +390,16 @@ def saved_steps(draw: st.DrawFn) -> Trace:
     for cost_ns in costs_ns[forward:]:
         asked = draw(st.lists(st.sampled_from(saved), unique=True, max_size=2)) if saved else []
         events += [Need(number) for number in asked]
-        events.append(Op("back", tuple(asked), (count,), (draw(SIZES),), cost_ns, False))
+        beside = draw(st.lists(st.sampled_from(live), max_size=1)) if live else []
+        read = tuple(dict.fromkeys([*asked, *beside]))
+        events.append(Op("back", read, (count,), (draw(SIZES),), cost_ns, draw(st.booleans())))
         for number in asked:
             saved.remove(number)
             events.append(Unsave(number))
         live.append(count)
+        if draw(st.integers(0, 3)) == 0:
+            saved.append(count)
+            events.append(Save(count, *draw(encodings(_size(events, count)))))
         count += 1
     events += [Unsave(number) for number in saved]
     return a_trace(*events, *(Result(number) for number in live if number > max(constants)), evictable=Evictable.SAVED)
@@ -415,7 +428,7 @@ POLICIES = [
     *(load("coop", overrides={"filter.cost": cost}) for cost in ("ancestors", "makers")),
     load("coop", overrides={"director.actions": ["keep", "swap", "recompute"]}),
 ]
-LINKS = [Link(1e9, 1e9), Link(20e9, 5e9), Link(5e9, 50e9, 0.3)]
+LINKS = [Link(1e9, 1e9), Link(20e9, 5e9), Link(5e9, 50e9, 0.3), Link(20e9, 20e9, copy_ns=3)]
 CHECKED = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 

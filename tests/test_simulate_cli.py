@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import fields
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from logs import chain, random_net
@@ -15,6 +17,7 @@ from typer.testing import CliRunner, Result
 from delta.cli import app
 from delta.simulate import Run, simulate
 from delta.trace import read, write
+from delta.trace.events import Event, Op
 
 
 def deltactl(*arguments: str) -> Result:
@@ -135,6 +138,80 @@ def test_compare_writes_a_page(log: str, tmp_path: Path) -> None:
     assert "net: dtr" in page.read_text(encoding="utf-8")
 
 
+def test_what_has_the_same_name_is_told_apart_by_what_was_given(log: str, tmp_path: Path) -> None:
+    other, mine = tmp_path / "other" / "net.log", tmp_path / "mine.yaml"
+    other.parent.mkdir()
+    random_net(12, 1).write(other)
+    mine.write_text("name: dtr\nfilter: {score: lru, cost: own}\ndirector: {actions: [keep, recompute]}\n")
+    arguments = (log, str(other), "--policy", "dtr", "--policy", str(mine), "--policy", "coop", "--budget", "0.5")
+    runs = [json.loads(line) for line in printed("simulate", *arguments, "--allocator", "caching", "--json")]
+    labels = [(trace, policy) for trace in (log, str(other)) for policy in ("dtr", str(mine), "coop")]
+    assert [(run["trace"], run["policy"]) for run in runs] == labels
+    parts = "\n".join(printed("compare", *arguments, "--allocator", "caching")).split("\n\n")
+    assert [[line.split()[0] for line in part.splitlines()] for part in parts] == [
+        [label, "-" * len(max(label, str(mine), key=len)), "dtr", str(mine), "coop"] for label in (log, str(other))
+    ]
+
+
+@pytest.fixture
+def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for plotly, which may not be installed: its page is empty but for one line."""
+
+    class Figure:
+        def update_layout(self, **given: Any) -> None: ...
+
+        def add_scatter(self, **given: Any) -> None: ...
+
+        def write_html(self, path: Path, **given: Any) -> None:
+            path.write_text("page")
+
+    graph_objects = SimpleNamespace(Figure=Figure)
+    monkeypatch.setitem(sys.modules, "plotly", cast(ModuleType, SimpleNamespace(graph_objects=graph_objects)))
+
+
+@pytest.mark.parametrize("place", ["no/p.html", "."])
+def test_a_page_that_cannot_be_is_told_before_the_first_run(
+    log: str, tmp_path: Path, place: str, drawing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta.simulate.simulate", None)
+    page = tmp_path / place
+    message = refused("compare", log, "--policy", "dtr", "--budget", "0.5", "--plot", str(page))
+    assert message.startswith(f"--plot {str(page)!r}: cannot be written")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+def test_a_page_that_fails_in_the_end_is_told(log: str, drawing: None) -> None:
+    arguments = ("compare", log, "--policy", "dtr", "--budget", "0.5", "--plot", "/dev/full")
+    assert "--plot '/dev/full': cannot be written: No space left on device" in refused(*arguments)
+
+
+def test_plotly_that_is_missing_is_told_before_the_first_run(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr("delta.simulate.simulate", None)
+    message = refused("compare", log, "--policy", "dtr", "--budget", "0.5", "--plot", "p.html")
+    assert message == "plots need plotly: pip install 'delta-evict[plot]'\n"
+
+
+@pytest.mark.parametrize(
+    "last", [["--budget", "0.01"], ["--policy", "swap", "--budget", "0.6"], ["--policy", "coop", "--budget", "0.6"]]
+)
+def test_nothing_runs_where_one_run_cannot_be(log: str, last: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delta.simulate.simulate", None)
+    assert refused("compare", log, "--policy", "dtr", "--budget", "0.5", *last)
+
+
+def test_a_step_without_times_is_refused(log: str, tmp_path: Path) -> None:
+    timeless = replace(read(log), name="still", events=tuple(map(_timeless, read(log).events)))
+    path = tmp_path / "timeless.jsonl"
+    write(timeless, path)
+    message = refused("simulate", log, str(path), "--policy", "dtr", "--budget", "0.5")
+    assert message.startswith("trace still: its ops take no time, so there is nothing to compare with")
+
+
+def _timeless(event: Event) -> Event:
+    return replace(event, cost_ns=0) if isinstance(event, Op) else event
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -144,6 +221,11 @@ def test_compare_writes_a_page(log: str, tmp_path: Path) -> None:
         (["--budget", "0.5", "--allocator", "best"], "--allocator best: allowed are ideal, caching"),
         (["--budget", "0.5", "--set", "filter.cost"], "--set filter.cost: give KEY=VALUE"),
         (["--budget", "0.5", "--set", "filter.cst=own"], "unknown key. Did you mean 'filter.cost'?"),
+        (
+            ["--budget", "0.5", "--set", "filter.min_bytes=%50"],
+            "--set filter.min_bytes=%50: not a value in YAML: expected",
+        ),
+        (["--budget", "0.5", "--set", "filter.min_bytes=!!int ''"], "--set filter.min_bytes=!!int '': not a value"),
     ],
 )
 def test_bad_options_are_refused(log: str, options: list[str], why: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from delta.errors import HostFullError, SwapError
+from delta.runtime import spill
 from delta.runtime.pieces import BLOCK_BYTES, CALL_BYTES
 from delta.runtime.rawmem import AlignedBuffer
 from delta.runtime.spill import CHUNK_BYTES, FileRoom, SpillFile
@@ -282,6 +283,15 @@ def test_an_unusable_directory_is_heard_of_at_once(tmp_path: Path, place: str) -
             continue  # a file lies on a file system too
         with pytest.raises(SwapError, match=f"{directory}.*host\\.spill_dir"):
             use()
+
+
+def test_no_directory_for_temporary_files_is_heard_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(spill.tempfile, "gettempdir", none)
+    with pytest.raises(SwapError, match=r"No usable temporary directory found in .*host\.spill_dir"):
+        SpillFile()
 
 
 def test_close_waits_for_what_is_under_way(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,7 @@ def changed(line: int, change: dict[str, Any] | None) -> str:
             "line 1: 'link' has 'copy_ns', which is unknown",
         ),
         (1, {"link": {"out_bytes_per_s": 1, "in_bytes_per_s": 1, "interference": 2}}, "line 1: 'link' is {"),
+        (1, {"link": {"out_bytes_per_s": 10**400}}, "line 1: 'link': 'out_bytes_per_s' is 1000"),
         (1, {"link": {"out_bytes_per_s": "1"}}, "line 1: 'link': 'out_bytes_per_s' is '1', must be a finite number"),
         (3, {"ev": "jump"}, "line 3: 'ev' is 'jump'; known are constant, op, save, need, unsave, free, result, back"),
         (3, {"ev": None}, "line 3: 'ev' is None"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -35,9 +36,12 @@ from delta.runtime.own_time import OwnTime
 from delta.runtime.rawmem import as_bytes
 from delta.runtime.recorder import Recorder
 from delta.runtime.traced_step import TracedStep
+from delta.simulate import Status, simulate
+from delta.simulate.floor import floors
 from delta.trace import Evictable, Recording, Trace, read, summary
 from delta.trace.events import Backward, Bookkeeping, Constant, Event, Free, Need, Op, Result, Save, Unsave
 from delta.trace.inventory import Inventory
+from delta.units import Share
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -514,6 +518,33 @@ def test_other_ways_to_go_backward(way: Callable[[nn.Module, Tensor], None], tmp
     assert timeless(trace).count(Backward()) == 1
 
 
+def go_on_between(model: nn.Module, x: Tensor) -> None:
+    """Forward goes on after a first backward, from what that one kept."""
+    hidden = model.first(x)
+    hidden.tanh().sum().backward(retain_graph=True)
+    model.second(hidden.exp().tanh()).sum().backward()
+
+
+@pytest.mark.parametrize("policy", ["delta", "recompute", "swap", "monet"])
+@pytest.mark.parametrize("way", [penalty, twice, reentrant, go_on_between])
+def test_what_is_saved_after_backward_began_is_simulated(
+    way: Callable[[nn.Module, Tensor], None], policy: str, tmp_path: Path
+) -> None:
+    model, x = Net(), torch.randn(4, 8, requires_grad=True)
+    trace, _ = recorded(tmp_path / "step.jsonl", lambda: way(model, x))
+    began = trace.events.index(Backward())
+    assert any(isinstance(event, Save) for event in trace.events[began:]) is (way is not twice)
+    # What ops of nanoseconds cost is noise: all take the same, so that no run thrashes on one day and not on another.
+    even = tuple(replace(event, cost_ns=1_000) if isinstance(event, Op) else event for event in trace.events)
+    trace = replace(trace, events=even)
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    whole, half = (simulate(trace, chosen, Share(share), trace.link) for share in (1.0, 0.5))
+    assert (whole.status, whole.overhead) == (Status.OK, 1.0)
+    assert half.decisions > 0, "whether or not so small a net fits"
+    (floor,) = floors(trace, chosen, [Share(1.0)], trace.link)
+    assert floor.overhead >= 1
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -530,10 +561,37 @@ def test_training_goes_on_as_before(name: str, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "step.jsonl"):
-        with pytest.raises(TraceError, match="cannot be written; give a file in a directory"), delta.evict(trace=path):
+        with (
+            pytest.raises(TraceError, match=r"cannot be written.*; give a file in a directory"),
+            delta.evict(trace=path),
+        ):
             pass
     with delta.evict():  # the failed blocks are closed
         pass
+
+
+def test_what_is_no_file_is_refused_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(TraceError, match="cannot be written: there is something that is no regular file; give a file"):
+        delta.evict(trace=pipe).__enter__()
+    assert pipe.is_fifo()
+
+
+def test_a_block_that_is_entered_again_keeps_what_it_has_written(tmp_path: Path) -> None:
+    run = delta.evict(trace=Recording(tmp_path / "net.jsonl", skip=1, steps=2), timeline=tmp_path / "t.jsonl")
+    with pytest.warns(RuntimeWarning, match="1 of 2 steps were recorded"), run:
+        loop(2)
+    first = (tmp_path / "t.jsonl").read_bytes()
+    with run:
+        assert loop(3) == [2, 0, 0]
+    with run:
+        assert loop(1) == [0]
+    assert run.traces == (tmp_path / "net.jsonl", tmp_path / "net-2.jsonl")
+    assert [read(path).facts["step"] for path in run.traces] == ["2", "3"]
+    assert (tmp_path / "t.jsonl").read_bytes() == first
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == ["net-2.jsonl", "net.jsonl", "t-2.jsonl", "t-3.jsonl", "t.jsonl"]
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

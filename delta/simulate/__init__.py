@@ -8,6 +8,6 @@
     floor       the least a budget can cost, by the planners, with no run at all
 """
 
-from delta.simulate.simulation import ALLOCATORS, Run, Status, simulate
+from delta.simulate.simulation import ALLOCATORS, Run, Status, check_run, simulate
 
-__all__ = ["ALLOCATORS", "Run", "Status", "simulate"]
+__all__ = ["ALLOCATORS", "Run", "Status", "check_run", "simulate"]

@@ -22,7 +22,7 @@ from delta.planner.task import Task
 from delta.simulate.allocator import Ideal
 from delta.simulate.machine import Machine
 from delta.simulate.player import Player
-from delta.simulate.simulation import NO_LINK, budget_bytes
+from delta.simulate.simulation import NO_LINK, base_ns, budget_bytes
 from delta.trace import Trace
 from delta.types import Action, Link
 from delta.units import Bytes, Share
@@ -53,13 +53,14 @@ class Floor:
 
 def floors(trace: Trace, policy: Policy, budgets: Sequence[Bytes | Share], link: Link | None) -> list[Floor]:
     """The floor of a trace of saved activations for each budget, with the actions and limits of a policy. Without a
-    link nothing is swapped."""
+    link nothing is swapped. TraceError where no op takes time."""
+    plain_ns = base_ns(trace)
     allowed = tuple(action for action in policy.director.actions if link is not None or action is not Action.SWAP)
     link = link or NO_LINK
     graph = _graph(trace, policy, link)
     limits = [budget_bytes(trace, budget) for budget in budgets]
     tasks = [Task(graph, limit_bytes, link, allowed, {}, False, policy.planner) for limit_bytes in limits]
-    return [_floor(task, trace.base_ns) for task in tasks]
+    return [_floor(task, plain_ns) for task in tasks]
 
 
 def _graph(trace: Trace, policy: Policy, link: Link) -> StepGraph:
@@ -70,7 +71,7 @@ def _graph(trace: Trace, policy: Policy, link: Link) -> StepGraph:
     return engine.learner.profiles[0].graph
 
 
-def _floor(task: Task, base_ns: int) -> Floor:
+def _floor(task: Task, plain_ns: int) -> Floor:
     found = [forecast(task.graph, PLANNERS[name](task).actions, task.link) for name in ASKED]
     best = min(found, key=lambda one: (max(one.peak_bytes, task.limit_bytes), one.cost_ns))
-    return Floor(best.cost_ns, base_ns, best.peak_bytes, task.limit_bytes)
+    return Floor(best.cost_ns, plain_ns, best.peak_bytes, task.limit_bytes)

@@ -99,6 +99,7 @@ class Machine:
     def copy_out(self, storage: int) -> int:
         """Queue a copy to the host; returns when it will have ended."""
         assert self.link is not None
+        self._queue(self.link)
         began_ns = max(self.now_ns, self._out_free_ns)
         self._out_free_ns = began_ns + self.link.out_ns(self.nbytes[storage])
         self.moved_out_bytes += self.nbytes[storage]
@@ -108,10 +109,15 @@ class Machine:
     def copy_in(self, storage: int) -> int:
         """Queue a copy back into a storage that has been allocated; returns when it will have ended."""
         assert self.link is not None
+        self._queue(self.link)
         began_ns = max(self.now_ns, self._in_free_ns)
         self._in_free_ns = began_ns + self.link.in_ns(self.nbytes[storage])
         self.log.append(Entry("in", began_ns, self._in_free_ns, (storage,)))
         return self._in_free_ns
+
+    def _queue(self, link: Link) -> None:
+        """Compute stands still for what each copy takes from it, whatever its size."""
+        self.wait_until(self.now_ns + round(link.copy_ns))
 
     def pause(self, ns: int) -> None:
         """Compute stands still because the host does something else; copies go on."""

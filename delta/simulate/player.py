@@ -61,6 +61,7 @@ class Player:
         self._program: set[int] = set()  # records the program itself keeps alive
         self._asked: set[int] = set()  # records backward has asked for and will still read
         self._lets_go = _last_reads(trace)
+        self._known = _known(trace)
         self._constants: dict[int, int] = {}
         self._going: dict[int, int] = {}  # record -> when its copy out ends
         self._coming: dict[int, int] = {}
@@ -161,7 +162,7 @@ class Player:
 
     def _op(self, op: Op) -> None:
         reads = tuple(self._record[storage] for storage in op.inputs)
-        known = self._all or not self._backward  # what backward makes is no saved tensor: the engine never hears of it
+        known = self._all or not self._backward or not self._known.isdisjoint(op.outputs)
         if self._all:
             self._bring(reads)
             self._do(self.engine.allocating(sum(op.nbytes), self._now))
@@ -441,6 +442,20 @@ class Player:
             return []
         self.machine.free(record)
         return self.engine.storage_gone(record)
+
+
+def _known(trace: Trace) -> set[int]:
+    """The storages that the engine hears of whenever they are made: those that autograd saves, under this number or
+    after writes in place, and what they are replayed from. Of others it hears in forward alone: what backward makes is
+    saved where a gradient gets a graph of its own, or where forward goes on between two backwards."""
+    known: set[int] = set()
+    for event in reversed(trace.events):
+        match event:
+            case Save(storage):
+                known.add(storage)
+            case Op() if not known.isdisjoint(event.outputs):
+                known.update(event.inputs if event.replayable else event.overwrites)
+    return known
 
 
 def _last_reads(trace: Trace) -> dict[int, list[int]]:

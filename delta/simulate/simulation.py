@@ -92,6 +92,29 @@ def budget_bytes(trace: Trace, budget: Bytes | Share) -> int:
     return nbytes
 
 
+def base_ns(trace: Trace) -> int:
+    """The time of all ops of a step. TraceError where they take none: nothing can be compared with that."""
+    found = trace.base_ns
+    if not found:
+        raise TraceError(
+            f"trace {trace.name}: its ops take no time, so there is nothing to compare with: give a trace with a "
+            "cost_ns for its ops, as `deltactl trace` records it"
+        )
+    return found
+
+
+def check_run(trace: Trace, policy: Policy, budget: Bytes | Share, link: Link | None, allocator: str) -> None:
+    """Raises what `simulate` refuses, and plays nothing: BudgetError, PolicyError or TraceError."""
+    base_ns(trace)
+    budget_bytes(trace, budget)
+    _fitting(policy, link)
+    if policy.filter.choose == "window" and allocator == "ideal":
+        raise PolicyError(
+            f"policy {policy.name}: filter.choose=window evicts neighbours in memory, and the allocator `ideal` has no "
+            "addresses. Give --allocator caching or slab, or --set filter.choose=one to evict one by one."
+        )
+
+
 def simulate(
     trace: Trace,
     policy: Policy,
@@ -105,8 +128,10 @@ def simulate(
 
     `clock`: a real one in ns, by which `decision_ns` is taken. `first`: the same step as a training's first one, whose
     ops run cold and take several times as long; what is evicted in the observed step hangs on that.
-    Raises BudgetError for a budget that cannot hold, and TraceError where `first` is another step.
+    Raises BudgetError for a budget that cannot hold, PolicyError for a policy that needs another allocator, and
+    TraceError where `first` is another step or no op takes time.
     """
+    check_run(trace, policy, budget, link, allocator)
     if first is not None and _untimed(first) != _untimed(trace):
         raise TraceError(
             f"trace {first.name} as the first step of {trace.name}: it is another step, and may only differ in its "
@@ -135,7 +160,7 @@ def simulate(
         base_ns=trace.base_ns,
         total_ns=last.total_ns if last else None,
         overhead=last.total_ns / trace.base_ns if last else None,
-        first_overhead=steps[0].total_ns / (first or trace).base_ns if steps else None,
+        first_overhead=steps[0].total_ns / base_ns(first or trace) if steps else None,
         status=status,
         peak_bytes=peak_bytes,
         swapped_bytes=last.swapped_bytes if last else 0,
@@ -151,14 +176,10 @@ def simulate(
 
 
 def _layout(policy: Policy, machine: Machine, bounded: bool) -> Addresses | None:
-    """Where storages lie, if the policy asks. PolicyError where the allocator has no addresses."""
+    """Where storages lie, if the policy asks."""
     if policy.filter.choose != "window":
         return None
-    if not isinstance(machine.allocator, Caching | Slab):
-        raise PolicyError(
-            f"policy {policy.name}: filter.choose=window evicts neighbours in memory, and the allocator `ideal` has no "
-            "addresses. Give --allocator caching or slab, or --set filter.choose=one to evict one by one."
-        )
+    assert isinstance(machine.allocator, Caching | Slab)
     return Addresses(machine, machine.allocator, bounded)
 
 

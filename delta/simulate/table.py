@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,15 +68,24 @@ def _cell(run: Run | None) -> str:
     return f"{run.overhead:.4f}" if run.overhead is not None else run.status.value
 
 
-def write_plot(runs: Sequence[Run], path: Path) -> None:
-    """A page with overhead over budget: a line for each trace and policy; runs that did not end are left out.
-
-    Needs plotly (`pip install 'delta-evict[plot]'`); PlotError says so.
-    """
+def check_plot(path: Path) -> None:
+    """Raises PlotError where `write_plot` cannot do anything, for want of plotly (`pip install 'delta-evict[plot]'`) or
+    of a place: before the runs, which may take minutes."""
     try:
-        from plotly import graph_objects
+        from plotly import graph_objects  # noqa: F401
     except ImportError as error:
         raise PlotError("plots need plotly: pip install 'delta-evict[plot]'") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PlotError(
+            f"--plot {str(path)!r}: cannot be written; give a file in a directory that exists and is writable"
+        )
+
+
+def write_plot(runs: Sequence[Run], path: Path) -> None:
+    """A page with overhead over budget: a line for each trace and policy; runs that did not end are left out. Raises
+    PlotError if the page cannot be written."""
+    from plotly import graph_objects
+
     figure = graph_objects.Figure()
     figure.update_layout(xaxis_title="budget, GiB", yaxis_title="step time over plain")
     for trace, policy in dict.fromkeys((run.trace, run.policy) for run in runs):
@@ -87,4 +97,7 @@ def write_plot(runs: Sequence[Run], path: Path) -> None:
         budgets_gib = [nbytes / 2**30 for nbytes, _ in line]
         overheads = [overhead for _, overhead in line]
         figure.add_scatter(x=budgets_gib, y=overheads, mode="lines+markers", name=f"{trace}: {policy}")
-    figure.write_html(path, include_plotlyjs=True)
+    try:
+        figure.write_html(path, include_plotlyjs=True)
+    except OSError as error:
+        raise PlotError(f"--plot {str(path)!r}: cannot be written: {error.strerror or error}") from error

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from delta.errors import TraceError
+from delta.files import replace_file
 from delta.trace.events import (
     FREE,
     Backward,
@@ -62,7 +62,7 @@ _HEADER_SINCE_3 = {"bookkeeping"}
 _LINK_SINCE_5 = {"copy_ns"}
 _IS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: type(value) is int and value >= 0,
-    "float": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "float": lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max,
     "str": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),
     "dict": lambda value: isinstance(value, dict),
@@ -83,7 +83,8 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 # -- writing ------------------------------------------------------------------------------------------------------
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace, compressed when the name ends in ``.gz``. The file is there whole or not at all.
+    """Write a trace, compressed when the name ends in ``.gz``. The file is there whole or not at all, what was there is
+    replaced, and a symbolic link stays one.
 
     Raises TraceError if the file cannot be written, or if `read` would refuse it.
     """
@@ -93,13 +94,9 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
     except ValueError as error:
         raise TraceError(f"trace {os.fspath(path)!r}: not written: {error}") from error
     data = gzip.compress(text, mtime=0) if target.name.endswith(".gz") else text
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(data)
-        part.replace(target)
+        replace_file(target, data)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
         raise TraceError(f"trace {os.fspath(path)!r}: cannot be written: {error.strerror or error}") from error
 
 

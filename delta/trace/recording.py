@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from delta.errors import TraceError
+from delta.files import marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,4 @@ class Recording:
 
     def file(self, number: int) -> Path:
         """Where recorded step `number` goes, counted from 0."""
-        if not number:
-            return self.path
-        stem, dot, suffixes = self.path.name.partition(".")
-        return self.path.with_name(f"{stem}-{number + 1}{dot}{suffixes}")
+        return marked(self.path, str(number + 1)) if number else self.path

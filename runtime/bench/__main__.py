@@ -29,13 +29,13 @@ from delta.runtime.bench.options import (
     default_models,
     left_out,
 )
-from delta.runtime.bench.pages import read_bench, read_largest, write_bench, write_largest
+from delta.runtime.bench.pages import page, read_bench, read_largest, write_bench, write_largest
 from delta.runtime.bench.picture import draw_two_runs
 from delta.runtime.bench.result import BenchResult, ModelResult
 from delta.runtime.command import run_app
 from delta.runtime.demo import DemoOptions
 from delta.runtime.facts import machine_facts
-from delta.runtime.pages import to_json, write_file
+from delta.runtime.pages import check_place, read_page, to_json, write_file
 from delta.runtime.zoo import ZOO
 
 _NAME = "scripts/bench"
@@ -87,6 +87,7 @@ def compare(
     if context.invoked_subcommand is not None:
         return
     if picture is not None:
+        check_place(picture)
         write_file(picture, draw_two_runs(DemoOptions(steps=steps or QUICK_STEPS, threads=threads, device=device)))
         return
     if result:
@@ -107,18 +108,26 @@ def compare(
         if not models:
             for name in left_out(device, quick):
                 _say(f"{name} is left out: pip install {ZOO[name].package}")
-        if write_docs:
-            _refuse_quick(options.quick)
+        _check_places(save, write_docs, options)
         measured = _measured(options, timeline, save)
     typer.echo(view.text(measured))
+    if as_json:
+        typer.echo(_line(measured.as_dict()))
     _keep(save, measured)
     if write_docs:
         _refuse_quick(measured.options.quick)
         _say(f"written: {', '.join(map(str, write_bench(measured, Path())))}")
-    if as_json:
-        typer.echo(_line(measured.as_dict()))
     if not measured.succeeded:
         raise typer.Exit(1)
+
+
+def _check_places(save: Path | None, write_docs: bool, options: BenchOptions | LargestOptions) -> None:
+    """What cannot be written in the end is told before the first process."""
+    if save is not None:
+        check_place(save)
+    if write_docs:
+        _refuse_quick(options.quick)
+        read_page(Path(page(options.device)))
 
 
 def _refuse_quick(quick: bool) -> None:
@@ -133,7 +142,7 @@ def _measured(options: BenchOptions, timeline: Path | None, save: Path | None) -
 
     def with_one_more(model: ModelResult) -> BenchResult:
         measured = BenchResult(options=options, machine=facts, command=_command(), models=(*found, model))
-        _keep(save, measured)
+        _keep_so_far(save, measured)
         return measured
 
     for number, model in enumerate(options.models):
@@ -185,16 +194,15 @@ def max_batch(
             quick=quick,
             autocast=autocast,
         )
-        if write_docs:
-            _refuse_quick(quick)
-        found = search(options, machine_facts(device), _command(), done=_tell, so_far=partial(_keep, save))
+        _check_places(save, write_docs, options)
+        found = search(options, machine_facts(device), _command(), done=_tell, so_far=partial(_keep_so_far, save))
     typer.echo(largest_view.text(found))
+    if as_json:
+        typer.echo(_line(found.as_dict()))
     _keep(save, found)
     if write_docs:
         _refuse_quick(found.options.quick)
         _say(f"written: {', '.join(map(str, write_largest(found, Path())))}")
-    if as_json:
-        typer.echo(_line(found.as_dict()))
     if found.failed:
         raise typer.Exit(1)
 
@@ -203,6 +211,14 @@ def _keep(save: Path | None, measured: BenchResult | LargestResult) -> None:
     """In a file, if there is to be one."""
     if save is not None:
         write_file(save, to_json(measured.as_dict()))
+
+
+def _keep_so_far(save: Path | None, measured: BenchResult | LargestResult) -> None:
+    """The same while more is to come: a disk that is full now may not be in the end."""
+    try:
+        _keep(save, measured)
+    except DeltaError as error:
+        _say(f"warning: {error}")
 
 
 def _tell(model: str, way: str, trial: Trial) -> None:
@@ -217,6 +233,7 @@ def hot_path(
     as_json: AsJson = False,
 ) -> None:
     """What Delta's Python costs for each op, each pack and unpack, and each decision to evict."""
+    _refuse_none(ops=ops, rounds=rounds)
     measured = hot.measure(ops, rounds)
     typer.echo(str(measured))
     if as_json:
@@ -229,6 +246,7 @@ def decisions(
     evictions: Annotated[int, typer.Option(help="For each number.")] = 2000,
 ) -> None:
     """What an eviction costs the engine, by how many storages are live, for each score and each way to count costs."""
+    _refuse_none(evictions=evictions)
     for line in lines(_numbers(live, "live"), evictions):
         typer.echo(line)
 
@@ -241,6 +259,12 @@ def planning(
     """How long a plan takes, at once and searched, and what it costs the step, by how many storages that saves."""
     for line in plans.table(_numbers(storages, "storages"), policy):
         typer.echo(line)
+
+
+def _refuse_none(**given: int) -> None:
+    for name, number in given.items():
+        if number < 1:
+            raise DeltaError(f"{name}={number}: must be at least 1")
 
 
 def _numbers(text: str, name: str) -> list[int]:

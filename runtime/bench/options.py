@@ -70,7 +70,7 @@ class BenchOptions:
     def sizes(self, model: str) -> dict[str, int]:
         """What a model is made with."""
         if self.quick:
-            return zoo.sizes(model, "cpu", tiny=self.device == "cpu" or ZOO[model].cpu is None)
+            return zoo.sizes(model, "cpu", tiny=self.device == "cpu" or zoo.entry(model).cpu is None)
         return zoo.sizes(model, self.device)
 
     @property

@@ -52,6 +52,7 @@ class CpuDevice:
     def __init__(self, host: HostConfig) -> None:
         self._spill = SpillFile(host.spill_dir)
         self._spill.check()
+        self.spill_directory: str | None = self._spill.directory
         self._limit_bytes = limit_bytes(host.limit, self._spill.free_disk_bytes())
         self._rates = Rates()
         self._mover = _HeapMover(self._spill)

@@ -88,6 +88,7 @@ class CudaDevice:
         self._book = BlockBook(lambda block: self._pool.give_back(block.room))
         self._rates = Rates()
         self._clock = EventClock(card)
+        self.spill_directory = host.spill_dir
         self.in_order = host.spill_dir is None
         self._most_reserved_bytes: int | None = None
         self._program_s_fraction = 1.0
