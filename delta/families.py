@@ -65,7 +65,7 @@ class FamilyLearner(Learner):
             if not all(expected.covers(*saved) for saved in self._saved_bytes()):
                 continue
             self._expected = expected
-            if self.dims in family.sizes or len(family.sizes) >= self.options.observe:
+            if self.dims in family.sizes or family.observed >= self.options.observe:
                 self._family = family
                 return self._profile(family)
         return None

@@ -6,8 +6,8 @@ from builders import an_op
 from delta.config import PlannerConfig
 from delta.families import FamilyLearner
 from delta.planner import PLANNERS, StepGraph, Task
-from delta.planner.family import round_up
-from delta.types import Action, Kind, Link, Look, Mode
+from delta.planner.family import SAMPLES, round_up
+from delta.types import Action, Encoding, Kind, Link, Look, Mode
 from delta.units import Share
 
 OBSERVE, IDLE, PLANNED = Mode.OBSERVE, Mode.IDLE, Mode.PLANNED
@@ -27,8 +27,9 @@ class Run:
         self.asked.append((graph, limit_bytes))
         return PLANNERS["mimose"](Task(graph, limit_bytes, Link(1e9, 1e9), ACTIONS, forced, False, OPTIONS))
 
-    def step(self, b, t, *, more=0, names="fgh", between=0, recorded=True, peak=0):
-        """Returns the mode after each save. `more` bytes in g, other ops by other names, ops before the step."""
+    def step(self, b, t, *, more=0, names="fgh", between=0, recorded=True, peak=0, kept=(), encodings=None):
+        """Returns the mode after each save. `more` bytes in g, other ops by other names, ops before the step; what the
+        program has `kept` until backward, and `encodings` by save order."""
         learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
         learner.recorded = recorded
         for k in range(between):
@@ -49,7 +50,10 @@ class Run:
                 {read: Kind.ACTIVATION if i else Kind.SOURCE, i: Kind.ACTIVATION},
             )
             learner.saved(i, nbytes, Kind.ACTIVATION, 10 * i)
+            if encodings and i in encodings:
+                learner.encodable(i, encodings[i])
             modes.append(learner.mode)
+        learner.still_used(set(kept))
         for i in (2, 1, 0):
             learner.needed(i, 100 - i)
             learner.released(i)
@@ -82,6 +86,35 @@ def test_an_observed_size_needs_no_warm_up(run):
     run.step(4, 10)
     assert run.step(4, 10) == [PLANNED] * 3
     assert run.step(4, 11) == [OBSERVE] * 3
+
+
+def test_more_sizes_may_be_observed_than_are_remembered():
+    count = SAMPLES + 3
+    run = Run(options=PlannerConfig(kind="mimose", buffer=0, observe=count))
+    assert [run.step(4, 10 + t)[-1] for t in range(count)] == [OBSERVE] * count
+    assert len(run.learner.families[0].sizes) == SAMPLES
+    assert run.step(4, 11 + count) == [PLANNED] * 3
+
+
+def test_what_the_program_holds_in_any_step_is_not_planned_to_go(run):
+    """Storage 1 of 4·b·t² bytes alone would be enough, but letting go of it would free nothing."""
+    for kept, (b, t) in zip(({1}, set(), set()), ((4, 10), (4, 14), (2, 12)), strict=True):
+        run.step(b, t, kept=kept)
+    run.step(3, 16)
+    graph, _ = run.asked[-1]
+    assert [graph.nodes[node].evictable for node in graph.saved] == [True, False, True]
+    plan = PLANNERS["mimose"](Task(graph, 0, Link(1e9, 1e9), ACTIONS, {}, False, OPTIONS))
+    assert plan.actions == (Action.RECOMPUTE, Action.KEEP, Action.RECOMPUTE)
+
+
+def test_an_encoded_form_is_as_much_larger_as_its_storage(run):
+    for b, t in ((4, 10), (4, 14), (2, 12)):
+        run.step(b, t, encodings={2: Encoding(6 * b * t // 8, 8 * b * t, 4 * b * t, stand_in=True)})
+    run.step(3, 16)
+    graph, _ = run.asked[-1]
+    node = graph.nodes[graph.saved[2]]
+    assert (node.nbytes, node.encoded_bytes, node.encode_ns, node.decode_ns) == (288, 36, 384, 192)
+    assert node.stand_in
 
 
 def test_a_size_that_fits_is_idle():

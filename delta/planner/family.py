@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from delta.planner.estimate import Dims, Estimator, Form, Interval
 from delta.planner.steplog import Node, StepGraph
@@ -55,12 +56,14 @@ class Family:
         self._base = pruned(graph)
         self._min_bytes = min_bytes
         self._samples: dict[Dims, StepGraph] = {dims: self._base}
+        self.observed = 1  # input sizes, those forgotten since included
+        self._held = self._held_in(self._base)
         self._fit()
 
     # -- learning -------------------------------------------------------------------------------------------------
     @property
     def sizes(self) -> tuple[Dims, ...]:
-        """The input sizes that were observed."""
+        """The input sizes that are remembered."""
         return tuple(self._samples)
 
     def rounded(self, dims: Dims, rounding: Share) -> Dims:
@@ -83,12 +86,22 @@ class Family:
         """Another step that `takes` said yes to. Of two of the same size the larger bytes and smaller times count."""
         graph = pruned(graph)
         known = self._samples.pop(dims, None)
+        self.observed += known is None
+        self._held |= self._held_in(graph)
         self._samples[dims] = graph if known is None else _both(known, graph)
         if len(self._samples) > SAMPLES:
             del self._samples[next(iter(self._samples))]
         self._base = replace(graph, floats_to=tuple(map(max, graph.floats_to, self._base.floats_to)))
         self.forced = forced
         self._fit()
+
+    def _held_in(self, graph: StepGraph) -> frozenset[int]:
+        """Nodes that would be large enough, and that the program uses all the time: to evict one would free nothing."""
+        return frozenset(
+            number
+            for number, node in enumerate(graph.nodes)
+            if not node.rooted and not node.evictable and node.nbytes >= self._min_bytes
+        )
 
     def _fit(self) -> None:
         """Fit everything once for all sizes. Storages that were alike at every size share one fit."""
@@ -118,10 +131,8 @@ class Family:
         """The step at an input size, with the most that each storage may take."""
         base, point = self._base, self._estimator.point(dims)
         most = [interval.most for interval in self._intervals(dims)]
-        nodes = tuple(
-            Node(nbytes, node.order, node.op, node.rooted, not node.rooted and nbytes >= self._min_bytes)
-            for node, nbytes in zip(base.nodes, map(most.__getitem__, self._kind_of_node), strict=True)
-        )
+        sizes = [most[kind] for kind in self._kind_of_node]
+        nodes = tuple(self._sized(number, node, sizes[number]) for number, node in enumerate(base.nodes))
         ops = tuple(
             OpInfo(
                 op.id,
@@ -143,6 +154,24 @@ class Family:
             save_ns=tuple(int(at_ns * longer) for at_ns in base.save_ns),
             need_ns=tuple(int(at_ns * longer) for at_ns in base.need_ns),
             end_ns=int(base.end_ns * longer),
+        )
+
+    def _sized(self, number: int, node: Node, nbytes: int) -> Node:
+        """A node of the base at another size; its encoded form is larger, and takes longer, by as much."""
+        evictable = not node.rooted and number not in self._held and nbytes >= self._min_bytes
+        if not node.encoded_bytes:
+            return Node(nbytes, node.order, node.op, node.rooted, evictable)
+        larger = nbytes / node.nbytes
+        return Node(
+            nbytes,
+            node.order,
+            node.op,
+            node.rooted,
+            evictable,
+            ceil(node.encoded_bytes * larger),
+            int(node.encode_ns * larger),
+            int(node.decode_ns * larger),
+            node.stand_in,
         )
 
     def _intervals(self, dims: Dims) -> list[Interval]:
