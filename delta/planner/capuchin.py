@@ -115,7 +115,7 @@ class _Choice:
                 return
             booking = self._offer(gap, worst)
             if booking.free_ns >= 0 and not booking.exposed_ns:
-                self._swap(gap, booking)
+                self._swap(gap, booking, worst)
 
     def _choose_dearer(self, worst: int) -> None:
         """Largest saving per second first. Costs only grow as more is chosen, so the first one whose cost has not
@@ -135,7 +135,7 @@ class _Choice:
                 if how is None:
                     self._drop(gap)
                 else:
-                    self._swap(gap, how)
+                    self._swap(gap, how, worst)
 
     def _entry(self, gap: Gap, worst: int) -> tuple[float, int, int, Gap, Booking | None] | None:
         """Seconds per byte saved, and how; None where it can go in no way."""
@@ -171,10 +171,11 @@ class _Choice:
             return False
         return not any(gap.first <= moment < gap.back for gap in self.missing.get(node.order, ()))
 
-    def _swap(self, gap: Gap, booking: Booking) -> None:
+    def _swap(self, gap: Gap, booking: Booking, worst: int) -> None:
+        """A copy out that has not ended by the worst moment is waited for there, which is what makes it dear."""
         self.lanes.book(booking)
         self.swapped[gap] = booking
-        gone = max(gap.first, self.moments.gone_by(booking.out_ns + booking.out_took_ns))
+        gone = max(gap.first, min(worst, self.moments.gone_by(booking.out_ns + booking.out_took_ns)))
         back = self.moments.needs[min(self.moments.trigger(gap, booking.in_ns) + 1, gap.until)]
         free(self.resident, gone, back, self.moments.nbytes(gap.order))
 
