@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from heapq import nlargest
-from typing import Literal
 
 from delta.config import Policy
 from delta.costs import LinkQueue
@@ -60,8 +59,7 @@ class Recall:
     def prefetch(self, here: range, now_ns: int) -> list[Instruction]:
         """Start the copies back that the plan puts at the positions `here` (or, without one, that the order of the
         saves suggests), as room allows."""
-        window = self._policy.prefetch.window
-        if window == 0 or Action.SWAP not in self._policy.director.actions:
+        if self._policy.prefetch.window == 0 or Action.SWAP not in self._policy.director.actions:
             return []
         plan = self._learner.plan
         if plan is not None:
@@ -78,7 +76,7 @@ class Recall:
                 continue
             if rec.alive:  # somebody else still has it: nothing to copy
                 out += self.bring(rec, now_ns)
-            elif self._fits(order, rec.nbytes, window):
+            elif self._fits(order, rec.nbytes):
                 out.append(self.swap_in(rec, now_ns))
             else:
                 waiting.append(order)
@@ -91,6 +89,8 @@ class Recall:
         plan = self._learner.plan
         moves = plan.moves.get(self._learner.turn - 1) if plan is not None else None
         out: list[Instruction] = []
+        if self._policy.prefetch.window == 0:
+            return out
         waiting: list[int] = []
         for order in (*self._late, *(moves.coming if moves is not None else ())):
             rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
@@ -98,21 +98,23 @@ class Recall:
                 continue
             if rec.alive:  # it has not gone yet
                 out += self.bring(rec, now_ns)
-            elif self._fits(order, rec.nbytes - going_bytes, "auto"):
+            elif self._fits(order, rec.nbytes, going_bytes):
                 out.append(self.swap_in(rec, now_ns))
             else:
                 waiting.append(order)
         self._late = waiting
         return out
 
-    def _fits(self, order: int, nbytes: int, window: int | Literal["auto"]) -> bool:
-        """Whether a copy back may begin: it takes no room that an op needs before it is used."""
+    def _fits(self, order: int, nbytes: int, going_bytes: int = 0) -> bool:
+        """Whether a copy back may begin: it takes no room that an op needs before it is used. `going_bytes` of what is
+        resident are about to be let go of."""
+        window = self._policy.prefetch.window
         if window != "auto":
             copied = (self._ledger.records[record] for record in self._ledger.copied)
             if nbytes + sum(rec.nbytes for rec in copied if rec.host is Host.COMING) > window:
                 return False
         limit = self._room.limit_until(order)
-        return limit is None or self._ledger.resident_bytes + nbytes <= limit
+        return limit is None or self._ledger.resident_bytes - going_bytes + nbytes <= limit
 
     def _next_swapped(self) -> list[int]:
         """Without a plan: the last saved is most likely needed next, so look at the two newest that are swapped."""

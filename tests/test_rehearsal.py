@@ -19,10 +19,11 @@ from delta.planner.search import rehearse
 from delta.planner.steplog import Moves
 from delta.planner.timetable import Timetable
 from delta.planner.turns import Turn, turns_of
+from delta.recall import Recall
 from delta.simulate.player import Player
 from delta.simulate.simulation import simulate
 from delta.trace import read
-from delta.types import Action, Link
+from delta.types import Action, Link, SwapIn
 from delta.units import Bytes, Share
 
 LINKS = [None, Link(2e9, 2e9), Link(20e9, 5e9), Link(0.2e9, 0.5e9)]
@@ -99,6 +100,30 @@ def test_what_was_rehearsed_happens(link, tmp_path, planned):
             assert run.swapped_bytes == plan.swap_bytes
             assert run.stall_ns == plan.stall_ns
     assert rehearsed >= 6
+
+
+def test_the_prefetch_window_holds_in_rehearsed_steps_too(tmp_path, monkeypatch):
+    """Storages of 100 bytes: a window that is smaller lets none come back before it is asked for."""
+    began = []
+    after_turn = Recall.after_turn
+
+    def noted(recall, going_bytes, now_ns):
+        out = after_turn(recall, going_bytes, now_ns)
+        began.extend(each for each in out if isinstance(each, SwapIn))
+        return out
+
+    monkeypatch.setattr(Recall, "after_turn", noted)
+    trace, found = nets(tmp_path)[0], {}
+    for window in ("auto", "1GiB", 99, 0):
+        began.clear()
+        run = simulate(trace, a_policy(filter={"min_bytes": 0}, prefetch={"window": window}), Share(0.5), LINKS[3])
+        assert run.status == "ok"
+        found[window] = len(began), run.stall_ns
+    assert found["auto"] == found["1GiB"]
+    assert found["auto"][0] > 0
+    assert found[99] == found[0]
+    assert found[0][0] == 0
+    assert found[0][1] > found["auto"][1]
 
 
 @pytest.mark.parametrize("link", LINKS, ids=str)
