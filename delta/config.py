@@ -50,6 +50,13 @@ def _names_schema(shipped: tuple[str, ...]) -> WithJsonSchema:
 ScoreName = Annotated[str, AfterValidator(_among(score_names, "score")), _names_schema(SHIPPED_SCORES)]
 PlannerName = Annotated[str, AfterValidator(_among(planner_names, "planner")), _names_schema(SHIPPED_PLANNERS)]
 
+# Without any of these a planner plans nothing. One that is not named here plans whatever is allowed.
+PLANNED_ACTIONS = {
+    "mimose": (Action.RECOMPUTE,),
+    "optimal-checkpoint": (Action.RECOMPUTE,),
+    "capuchin": (Action.SWAP, Action.RECOMPUTE),
+}
+
 _SIZE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*([kKmMgGtT][iI]?)?[bB]?\s*$"
 _SIZE_OR_SHARE_PATTERN = r"^\s*[0-9][0-9_.eE+]*\s*(([kKmMgGtT][iI]?)?[bB]?|%)\s*$"
 _SHARE_TEXT = 'a share such as "5%"'
@@ -300,10 +307,12 @@ class Policy(_Model):
                 f"planner.kind={self.planner.kind} has nothing to plan while director.actions holds only keep: "
                 "set planner.kind to none, or add swap, recompute or encode to director.actions"
             )
-        if self.planner.kind == "mimose" and Action.RECOMPUTE not in actions:
+        planned = PLANNED_ACTIONS.get(self.planner.kind, actions)
+        if not set(planned) & set(actions):
+            ways = " or ".join(planned)
             raise ValueError(
-                "planner.kind=mimose decides what to recompute, and director.actions does not allow that: set "
-                "planner.kind to profile, or add recompute to director.actions"
+                f"planner.kind={self.planner.kind} decides what to {ways}, and director.actions does not allow that: "
+                f"set planner.kind to profile, or add {ways} to director.actions"
             )
         for number, rule in enumerate(self.rules):
             if rule.action not in {Action.KEEP, *actions}:

@@ -112,6 +112,22 @@ def test_a_planner_needs_something_to_plan():
     assert Policy(name="mine", director={"actions": ["swap"]})
 
 
+@pytest.mark.parametrize(
+    ("kind", "actions", "ways"),
+    [
+        ("mimose", ["keep", "swap", "encode"], "recompute"),
+        ("optimal-checkpoint", ["keep", "swap"], "recompute"),
+        ("capuchin", ["keep", "encode"], "swap or recompute"),
+    ],
+)
+def test_a_planner_needs_an_action_that_it_plans(kind, actions, ways):
+    told = rf"planner\.kind={kind} decides what to {ways}, .* not allow that: .* or add {ways} to director\.actions"
+    with pytest.raises(ValidationError, match=told):
+        Policy(name="mine", director={"actions": actions}, planner={"kind": kind})
+    for way in ways.split(" or "):
+        assert Policy(name="mine", director={"actions": [*actions, way]}, planner={"kind": kind})
+
+
 def test_a_rule_may_only_ask_for_what_the_director_may_do():
     with pytest.raises(ValidationError, match=r"rules\.1\.action=swap is not among director\.actions \(recompute\)"):
         Policy(
