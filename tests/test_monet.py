@@ -340,6 +340,29 @@ def test_what_has_been_used_for_the_last_time_goes():
     assert kept.whole_step([KEEP, KEEP]) == [KEEP, KEEP, KEEP]
 
 
+def test_the_time_limit_is_that_of_both_programs_together(monkeypatch, tmp_path):
+    """Where everything may go, one is solved without swaps and one with them."""
+    limits_s = []
+
+    def noted(task):
+        limits_s.append(task.options.time_limit_s)
+        return [KEEP] * len(task.graph.saved)
+
+    monkeypatch.setattr("delta.planner.monet.whole_step", noted)
+    trace = read(random_net(12, seed=1).write(tmp_path / "net.log"))
+    for actions, expected in (([KEEP, RECOMPUTE], [20]), ([KEEP, RECOMPUTE, SWAP], [10, 10])):
+        limits_s.clear()
+        policy = delta.load_policy("monet", {"filter.min_bytes": 0, "director.actions": actions})
+        simulate(trace, policy, Share(0.7), LINK)
+        assert limits_s[: len(expected)] == expected
+
+
+def test_a_program_without_needs_has_nothing_to_wait_for():
+    log = a_log([an_op(1, [0], [1])], {0: 8, 1: 100}, [(1, 5, 1)], [], [(0, 0)], 10, {0: Kind.SOURCE})
+    task = a_task(build_graph(log, 0), 100, (KEEP, SWAP))
+    assert Cover(task, Rows(saves={0: 0})).solve(10, 0) == [KEEP]
+
+
 # -- policies ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("key", "value", "said"),

@@ -68,7 +68,7 @@ class Cover:
                 self._users[node].append(j)
         self._add_choices()
         self._closure()
-        if self._swap:
+        if self._swap and self._graph.needs:
             self._bound_link()
         for k, margin in rows.saves.items():
             self._bound_save(k, margin)

@@ -34,7 +34,10 @@ def monet(task: Task) -> Plan:
 
         # Without swaps, too: the forecast knows them least.
         without = replace(task, allowed=tuple(action for action in task.allowed if action is not Action.SWAP))
-        choices = [whole_step(each) for each in ((task,) if without.allowed == task.allowed else (without, task))]
+        tasks = (task,) if without.allowed == task.allowed else (without, task)
+        limit_s = task.options.time_limit_s / len(tasks)
+        options = task.options.model_copy(update={"time_limit_s": limit_s})
+        choices = [whole_step(replace(each, options=options)) for each in tasks]
         return rehearse_along(task, choices) or assemble(task, choices[-1])
     return best(task, _plans(task))
 
