@@ -159,7 +159,7 @@ def test_without_addresses_the_score_decides_alone():
         toy.op(record, 100, cost_ns=1000 if record % 2 else 10)
         went += gone(toy.save(record, at=record * 100))
         went += gone(toy.let_go(record))
-    assert went and set(went) <= {1, 2, 3, 4, 5} and went[0] in (1, 2)
+    assert went == [2, 1, 4], "by cost / stale: 10 / 100, 1000 / 300, 10 / 100"
 
 
 def test_what_was_written_in_place_can_be_made_again():
