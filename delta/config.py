@@ -219,7 +219,9 @@ class PrefetchConfig(_Model):
     """When swapped storages come back."""
 
     window: Window = Field(
-        default="auto", description="bytes that may be on their way back or waiting for use; 0 turns prefetch off"
+        default="auto",
+        description="bytes that may be on their way back at once; auto: as many as the limit has room for; 0 turns "
+        "prefetch off",
     )
 
 
@@ -237,11 +239,13 @@ class HostConfig(_Model):
 
     limit: Size = Field(
         default=Share(0.5),
-        description="host bytes for swapped storages; a share is one of the available memory",
+        description="room on the host for swapped storages; a share is one of the memory available when the block is "
+        "entered (CUDA), or of the free disk (CPU)",
         json_schema_extra={"default": "50%"},
     )
     spill_dir: Annotated[str | None, BeforeValidator(_spill_dir)] = Field(
-        default=None, description="directory of the spill file; null: the directory for temporary files"
+        default=None,
+        description="directory of the spill file; null: the directory for temporary files (CPU), no spill file (CUDA)",
     )
 
 

@@ -2,7 +2,10 @@
 
 As its authors' code has it: candidates are put into buckets of about equal bytes (within 10 %); in a bucket the earlier
 ones go first, since they come back last, when backward has given back most of the rest; if one candidate alone covers
-what is still over, the smallest such goes. Otherwise one of the largest goes, so that few have to be made again.
+what is still over, the smallest such goes.
+
+Where none does, the authors take the earliest of the bucket with the fewest bytes; here it is the earliest of that with
+the most, so that few have to be made again.
 
 Mimose checkpoints modules, so its chains end where a module does. Here single storages go, and a chain of dropped
 ones would grow to the whole step. So what one chain brings back together is limited: to an eighth of the budget at
