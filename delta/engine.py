@@ -34,6 +34,7 @@ from delta.record import Host, LedgerError, Record
 from delta.replays import Replays
 from delta.room import Room
 from delta.routine import Routine
+from delta.ruled import Ruled
 from delta.settling import Settling
 from delta.step_ends import StepEnds
 from delta.totals import StepSummary, Totals
@@ -119,6 +120,7 @@ class Engine:
         self._stopped = False  # the step under way has been, by an error that `strict` asks for
         self._recording = False
         self._backward_writes = False
+        self._ruled = Ruled(policy) if policy.rules else None
         self._evicts = not budget.unlimited and set(policy.director.actions) != {Action.KEEP}
 
     # -- facts about now ------------------------------------------------------------------------------------------
@@ -304,6 +306,8 @@ class Engine:
             return self._saved_again(rec, alone) + self._room.make(0, now_ns)
         if not self.learner.given_up:
             self._recall.by_order.append(record)
+            if self._ruled is not None:
+                self._ruled.saved(*self._room.candidates.makers.get(record, ("", "")))
         self.learner.saved(record, rec.nbytes, rec.kind, net_ns)
         if self._headroom is not None:
             self._headroom.saved()
@@ -574,7 +578,7 @@ class Engine:
                 summary.unevicted_peak_bytes,
                 limit,
                 self._room.evicted,
-                self._forced(),
+                self._forced_by_rules(),
                 self._room.strays,
                 beside,
             )
@@ -595,6 +599,8 @@ class Engine:
         self._room.new_step()
         self._recall.new_step()
         self._descent.new_step()
+        if self._ruled is not None:
+            self._ruled.new_step()
         return out
 
     def _tell_shortage(self, peak_bytes: int) -> None:
@@ -626,13 +632,6 @@ class Engine:
         totals.unevicted_peak_bytes = max(totals.unevicted_peak_bytes, unevicted_peak_bytes)
         return summary
 
-    def _forced(self) -> dict[int, Action]:
+    def _forced_by_rules(self) -> dict[int, Action]:
         """What the policy's rules say about single storages, by save order."""
-        if not self.policy.rules:
-            return {}
-        forced = {}
-        for order, record in enumerate(self._recall.by_order):
-            action = self._room.candidates.director.ruled(*self._room.candidates.makers.get(record, ("", "")))
-            if action is not None:
-                forced[order] = action
-        return forced
+        return self._ruled.forced() if self._ruled is not None else {}

@@ -7,6 +7,7 @@ A planner that answers in milliseconds is asked between two steps. Where a longe
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from delta.budget import Budget
@@ -14,6 +15,7 @@ from delta.config import Policy
 from delta.learner import Learner
 from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.planner.assemble import plan_of
+from delta.planner.choices import obeyed_rules
 from delta.types import Action, Link
 
 
@@ -61,6 +63,8 @@ class Planning:
             self._policy.planner,
             () if self._announced else self.learner.actions_for(graph),
         )
+        if forced:
+            task = replace(task, forced=obeyed_rules(task))
         plan = PLANNERS[self._kind](task)
         if self._kind in BESIDE and not self._announced and not plan.idle:
             self._open = [*(other for other in self._open if other.task.graph is not graph), _Open(task, aim_bytes)]

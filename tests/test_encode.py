@@ -13,10 +13,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import delta
+from delta.planner import PLANNERS
 from delta.report import Report
 from delta.simulate import Status, simulate
 from delta.trace import read
 from delta.trace.events import Op, Save
+from delta.types import Action
 from delta.units import Share
 
 pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
@@ -191,6 +193,20 @@ def test_a_rule_says_what_is_encoded():
     report = run("pooled", delta.load_policy("delta", changes), "0%")
     assert report.evictions == {"encode": STEPS}
     assert report.encoded_bytes_saved == STEPS * 7 * (4 * 8 * 4 * 4) // 8
+
+
+def test_the_rule_of_the_page_is_in_every_plan(monkeypatch):
+    """Of what a step saves the mask of dropout alone, which is forgotten before the step ends, is the rule's."""
+    tasks, planner = [], PLANNERS["profile"]
+    monkeypatch.setitem(PLANNERS, "profile", lambda task: tasks.append(task) or planner(task))
+    rules = [{"op": "aten.native_dropout", "action": "encode"}]
+    changes = {"filter.min_bytes": 0, "director.actions": ["keep", "recompute", "encode"], "rules": rules}
+    run("pooled", delta.load_policy("delta", changes), "0%")
+    assert tasks
+    for task in tasks:
+        (order,) = task.forced
+        assert task.forced[order] is Action.ENCODE
+        assert task.graph.nodes[task.graph.saved[order]].encoded_bytes == (4 * 8 * 4 * 4) // 8
 
 
 def test_bytes_that_do_not_fit_stay_as_they_are():

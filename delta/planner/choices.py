@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from delta.planner.steplog import StepGraph
 from delta.planner.task import Task
 from delta.types import Action
@@ -21,6 +23,13 @@ def choices_of(task: Task) -> list[tuple[Action, ...]]:
             ways.remove(Action.ENCODE)
         found.append(tuple(ways) if node.evictable and node.nbytes else ())
     return found
+
+
+def obeyed_rules(task: Task) -> dict[int, Action]:
+    """What rules say that is possible, by save order. As in the director, a storage that cannot go as a rule says goes
+    as if there were none."""
+    ways = choices_of(replace(task, forced={}))
+    return {v: action for v, action in task.forced.items() if action is Action.KEEP or action in ways[v]}
 
 
 def replayable_ops(graph: StepGraph) -> list[bool]:

@@ -14,10 +14,10 @@ from delta.types import Action, Link
 class Task:
     """Plan a step like `graph` under `limit_bytes` of resident storages.
 
-    `forced`: what a rule of the policy decides for single storages, by save order. `everything`: any storage may go
-    between two uses, in forward too, and every access is a need; else only what autograd saved may, and backward alone
-    needs it. `options`: the section `planner` of the policy. `known`: the actions of the plan in use, to be improved
-    on; empty where there is none.
+    `forced`: what a rule of the policy decides for single storages, by save order: to be kept, or one of the ways in
+    which they can go. `everything`: any storage may go between two uses, in forward too, and every access is a need;
+    else only what autograd saved may, and backward alone needs it. `options`: the section `planner` of the policy.
+    `known`: the actions of the plan in use, to be improved on; empty where there is none.
     """
 
     graph: StepGraph
