@@ -121,6 +121,7 @@ class Engine:
         self._recording = False
         self._backward_writes = False
         self._ruled = Ruled(policy) if policy.rules else None
+        self._rules_looked_at = False
         self._evicts = not budget.unlimited and set(policy.director.actions) != {Action.KEEP}
 
     # -- facts about now ------------------------------------------------------------------------------------------
@@ -633,5 +634,13 @@ class Engine:
         return summary
 
     def _forced_by_rules(self) -> dict[int, Action]:
-        """What the policy's rules say about single storages, by save order."""
-        return self._ruled.forced() if self._ruled is not None else {}
+        """What the policy's rules say about single storages, by save order. Rules that match nothing in the first step
+        that was recorded from end to end are told of."""
+        ruled, learner = self._ruled, self.learner
+        if ruled is None:
+            return {}
+        if not self._rules_looked_at and learner.recorded and learner.log.asked:
+            self._rules_looked_at = True
+            if (text := ruled.unmatched()) is not None:
+                self.totals.warn("rules", text)
+        return ruled.forced()

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from delta.budget import Budget
 from delta.config import Policy
 from delta.engine import Engine
-from delta.errors import BudgetError, DeltaError, NestedSessionError
+from delta.errors import BudgetError, DeltaError, NestedSessionError, PolicyError
 from delta.files import marked
 from delta.policies.loader import load
 from delta.report import Report
@@ -72,7 +72,7 @@ class evict(ContextDecorator):
     ``budget``: device bytes the process may use in all (``8_000_000_000``, ``"8GiB"``, ``"60%"`` of the device).
     ``activations``: bytes of saved activations that may be resident (``"2GiB"``, or ``"40%"`` of what the step would
     hold if nothing were evicted). Give one of them, or neither to watch and report only. ``policy``: a shipped name, a
-    path to a YAML file, or a `delta.Policy`. ``model``: optional; names modules in rules and in the timeline.
+    path to a YAML file, or a `delta.Policy`. ``model``: names modules in the timeline and in rules, which need it then.
     ``timeline``: a file for the events of the run. ``trace``: a file for the first step as a trace, or a
     `delta.trace.Recording` of other steps.
     ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the current CUDA device, else the CPU.
@@ -101,6 +101,8 @@ class evict(ContextDecorator):
                 "bytes of the process, activations= for the bytes of saved activations"
             )
         self.policy = policy if isinstance(policy, Policy) else load(policy)
+        if model is None:
+            _refuse_modules(self.policy)
         self._budget = None if budget is None else parse_size(budget, what="budget")
         self._activations = None if activations is None else parse_size(activations, what="activations")
         self._model = weakref.ref(model) if model is not None else None
@@ -311,6 +313,16 @@ def _warn_of_spilling_to_memory(engine: Engine, directory: str) -> None:
     facts = spill_facts(directory)
     if facts.in_memory:
         engine.totals.warn("spill", f"the spill directory {facts.text}")
+
+
+def _refuse_modules(policy: Policy) -> None:
+    for number, rule in enumerate(policy.rules):
+        if rule.module is not None:
+            raise PolicyError(
+                f"policy {policy.name}: rules.{number}.module={rule.module!r} is a glob over the names of the model's "
+                "modules, and no model was given: give it, delta.evict(model, ...), or a rule with `op` alone; "
+                "deltactl cannot give the model of a script"
+            )
 
 
 def _measured(device: Device) -> Link:

@@ -1,7 +1,8 @@
-"""Rules: what is impossible binds no plan, and what is possible is obeyed."""
+"""Rules: what is impossible binds no plan, what matches nothing is told, and modules need a model."""
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 
 import pytest
@@ -10,9 +11,12 @@ from builders import a_log, a_policy, an_op
 from exactly import numbers_of, trained
 from inside import different
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import delta
 from delta.budget import Budget
+from delta.cli import app
+from delta.errors import PolicyError
 from delta.learner import Learner
 from delta.planner import PLANNERS, Plan, StepGraph, Task
 from delta.planner.steplog import build_graph
@@ -109,6 +113,13 @@ def under(*rules: dict[str, str], named: bool = False, share: str | None = "50%"
     return run.report()
 
 
+def told(report: Report) -> str:
+    """The one warning of rules that match nothing; empty if there is none."""
+    found = [text for text in report.warnings if "matched nothing" in text]
+    assert len(found) <= 1
+    return "".join(found)
+
+
 @pytest.fixture
 def plans(monkeypatch):
     """Every task of the planner, and its plan."""
@@ -132,7 +143,7 @@ def made_by(task: Task, op: str) -> list[int]:
 
 def test_a_plan_obeys_a_rule_for_the_mask_and_not_for_the_result(plans):
     """Both are made by the op of the rule; the result has no smaller form, and goes as if there were none."""
-    under({"op": "aten.native_dropout", "action": "encode"}, share="0%")
+    assert told(under({"op": "aten.native_dropout", "action": "encode"}, share="0%")) == ""
     assert plans
     for task, plan in plans:
         nodes = [task.graph.nodes[node] for node in task.graph.saved]
@@ -148,3 +159,57 @@ def test_a_plan_keeps_what_a_rule_keeps(plans):
         kept = made_by(task, "aten.native_dropout")
         assert task.forced == dict.fromkeys(kept, KEEP) and len(kept) == 2
         assert {plan.actions[order] for order in kept} == {KEEP}
+
+
+@pytest.mark.filterwarnings("ignore:rules:RuntimeWarning")
+def test_a_rule_that_matches_nothing_is_told_once_with_the_nearest_names():
+    text = told(under({"op": "aten.tanh", "action": "keep"}, {"op": "aten.native_dropuot.default", "action": "encode"}))
+    assert text.startswith(
+        "rules.1 (op='aten.native_dropuot.default', action=encode) matched nothing that the first whole step saved; "
+        "the nearest names of ops: aten.native_dropout, "
+    )
+    assert "rules.0" not in text
+    assert "without the overload" in text
+
+
+@pytest.mark.filterwarnings("ignore:rules:RuntimeWarning")
+def test_a_module_that_no_rule_can_mean_is_told():
+    text = told(under({"module": "boddy.*", "action": "keep"}, {"module": "head", "action": "keep"}, named=True))
+    assert text.startswith("rules.0 (module='boddy.*', action=keep) matched nothing")
+    assert "the nearest names of modules: body.2, body.1, head. Ops" in text
+
+
+def test_rules_that_match_are_told_of_in_no_way():
+    """A rule that comes too late to count has a name that is there."""
+    keep = {"action": "keep"}
+    assert (
+        told(under({"op": "aten.*"} | keep, {"op": "aten.tanh"} | keep, {"module": "body.1"} | keep, named=True)) == ""
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_that_was_not_seen_tells_nothing():
+    """Without a budget no op is recorded, and no rule has anything to decide."""
+    assert told(under({"op": "aten.no_such_op", "action": "keep"}, share=None)) == ""
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+def test_a_rule_for_modules_needs_the_model():
+    rules = [{"op": "aten.tanh", "action": "keep"}, {"op": "aten.gelu", "module": "body.*", "action": "keep"}]
+    policy = delta.load_policy("delta", {"rules": rules})
+    said = (
+        "policy delta: rules.1.module='body.*' is a glob over the names of the model's modules, and no model was given"
+    )
+    with pytest.raises(PolicyError, match=re.escape(said)):
+        delta.evict(activations="50%", policy=policy)
+    delta.evict(Dropping(), activations="50%", policy=policy)
+
+
+def test_deltactl_says_that_it_has_no_model(tmp_path):
+    script, policy = tmp_path / "train.py", tmp_path / "mine.yaml"
+    script.write_text("print('ran')\n")
+    policy.write_text('name: mine\nrules: [{module: "body.*", action: keep}]\n')
+    done = CliRunner().invoke(app, ["run", "--policy", str(policy), str(script)])
+    assert done.exit_code == 2
+    assert "deltactl cannot give the model of a script" in done.output
+    assert "ran" not in done.stdout
