@@ -54,11 +54,9 @@ class Budget:
     def limit_bytes(self, unevicted_peak_bytes: int, beside_bytes: int | None = None) -> int | None:
         """The limit now, given the unevicted peak as far as it is known, and what a device needs `beside_bytes` counted
         activations; None: not known. Returns None where there is no limit."""
-        if isinstance(self.activations, Share):
-            fraction = self.activations.fraction
-            return int(fraction * unevicted_peak_bytes) if fraction < 1.0 else None
-        if isinstance(self.activations, Bytes):
-            return self.activations.nbytes
-        if self.device_bytes is None:
+        if self.unlimited:
             return None
+        if self.activations is not None:
+            return self.activations.of(unevicted_peak_bytes)
+        assert self.device_bytes is not None
         return max(0, self.whole_bytes - (self.other_bytes if beside_bytes is None else beside_bytes))

@@ -18,7 +18,7 @@ from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.nextuse import NextUse
 from delta.record import Host, Record
-from delta.types import Action, Cost, Encoding, Kind
+from delta.types import Action, Cost, Encoding, Kind, leaves_recipe_only
 
 PRICES = 1 << 40  # of a score of 1: prices of neighbours are summed, and sums are exact in whole numbers
 
@@ -97,8 +97,7 @@ class Candidates:
 
     def drops(self, rec: Record, action: Action) -> bool:
         """Whether nothing but its recipe would be left of the record's value."""
-        stand_in = action is Action.ENCODE and rec.encoding is not None and rec.encoding.stand_in
-        return stand_in or action is Action.RECOMPUTE
+        return leaves_recipe_only(action, rec.encoding is not None and rec.encoding.stand_in)
 
     def first(self, now_ns: int, room_bytes: float, short: bool) -> Going | None:
         """What goes next, encoded only if there is room for the encoded form. Where it is `short` of room and nothing

@@ -20,7 +20,6 @@ from delta.learner import KINDS, ROOMIER, Learner, Profile
 from delta.planner.estimate import Dims
 from delta.planner.family import Expectation, Family
 from delta.types import Action, Kind, Look
-from delta.units import Share
 
 CACHED = 256  # plans remembered, the oldest forgotten first
 LEAST_SQUEEZE = 0.8
@@ -106,7 +105,7 @@ class FamilyLearner(Learner):
             if not surprised and known.planned_for_bytes <= limit_bytes <= ROOMIER * known.planned_for_bytes:
                 return known
         graph = family.graph(key[1])
-        aim_bytes = max(0, int(limit_bytes * self.squeeze) - self._buffer_bytes(limit_bytes))
+        aim_bytes = max(0, int(limit_bytes * self.squeeze) - self.options.buffer.of(limit_bytes))
         made = Profile(
             family.structure,
             graph,
@@ -124,10 +123,6 @@ class FamilyLearner(Learner):
         if len(self._plans) > CACHED:
             del self._plans[next(iter(self._plans))]
         return made
-
-    def _buffer_bytes(self, limit_bytes: int) -> int:
-        buffer = self.options.buffer
-        return buffer.of(limit_bytes) if isinstance(buffer, Share) else buffer.nbytes
 
     # -- its end --------------------------------------------------------------------------------------------------
     def _learn(

@@ -18,7 +18,7 @@ from operator import sub
 
 from delta.planner import Plan, StepGraph
 from delta.planner.steplog import Node, StepLog
-from delta.types import Action
+from delta.types import Action, leaves_recipe_only
 
 Call = tuple[object, int]
 """What the runtime knows an op by, and its index in `StepGraph.ops`; -1 for one that made nothing."""
@@ -271,7 +271,7 @@ def _makers(graph: StepGraph, plan: Plan, nodes: Iterable[int]) -> Iterable[int]
 
 def _dropped(node: Node, action: Action) -> bool:
     """Whether what reads the storage again has to make it again."""
-    return action is Action.RECOMPUTE or (action is Action.ENCODE and node.stand_in)
+    return leaves_recipe_only(action, node.stand_in)
 
 
 def _overwritten(graph: StepGraph, op: int) -> Iterable[int]:

@@ -62,6 +62,11 @@ class Look:
     sizes: tuple[int, ...] = ()
 
 
+def leaves_recipe_only(action: Action, stand_in: bool) -> bool:
+    """Whether nothing but its recipe is left of a storage's value. `stand_in`: its encoded form is not its value."""
+    return action is Action.RECOMPUTE or (action is Action.ENCODE and stand_in)
+
+
 @dataclass(frozen=True, slots=True)
 class OpInfo:
     """One recorded op. `inputs` and `outputs` are record ids; `cost_ns` is its own run time. `module`: the qualified

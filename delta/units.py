@@ -32,6 +32,10 @@ class Bytes:
     def __str__(self) -> str:
         return f"{self.nbytes} B"
 
+    def of(self, whole_bytes: int) -> int:
+        """The size, whatever the whole is."""
+        return self.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -79,7 +79,7 @@ class AnnouncedWrites:
         written = tuple(tensors)
         core = self._core
         if not core.abandoned:
-            with core.entered():
+            with core:
                 plain = [tensor for tensor in written if is_plain(tensor)]
                 preserved = core.writes.begin(plain)
                 core.writes.settle(core.writes.end(plain, preserved))

@@ -97,8 +97,8 @@ os.register_at_fork(after_in_child=_abandon_all)
 
 
 class Core:
-    """One session's mechanism. Use `entered()` around everything that reports events; around one that no instruction
-    follows the lock is enough, and notes that come in meanwhile wait for the next `entered`."""
+    """One session's mechanism. It is entered (`with core:`) around everything that reports events; around one that no
+    instruction follows the lock is enough, and notes that come in meanwhile wait until it is entered next."""
 
     def __init__(self, engine: Engine, device: Device, persistent: Persistent, timeline: Timeline) -> None:
         self.engine = engine
@@ -164,9 +164,6 @@ class Core:
         return self.abandoned or self.capturing
 
     # -- entering -------------------------------------------------------------------------------------------------
-    def entered(self) -> Core:
-        return self
-
     def __enter__(self) -> None:
         self.lock.acquire()
         self.depth += 1
@@ -644,7 +641,7 @@ class Core:
             self.engine.transfers.host_room()
 
     def own_time(self, ns: int) -> None:
-        """The user's own op ran this long inside `entered`: not Delta's overhead."""
+        """The user's own op ran this long while the core was entered: not Delta's overhead."""
         self._excluded_ns += ns
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------

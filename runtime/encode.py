@@ -19,7 +19,7 @@ _POOLS = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
 
 
 class Encoder:
-    """All calls come from inside `Core.entered`. The device copy goes only when the smaller form is whole (promise P4);
+    """All calls come while the core is entered. The device copy goes only when the smaller form is whole (promise P4);
     where that cannot be made it is the value still."""
 
     def __init__(self, core: Core) -> None:

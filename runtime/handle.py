@@ -40,7 +40,7 @@ class Handle:
     def done(self) -> None:
         """Backward is done with it, though it still lives, and what that lets go of has gone. Nobody may ask again."""
         record, self.record = self.record, _DONE
-        with self.core.entered():
+        with self.core:
             self.core.inbox.handle_died(record)
 
     def __del__(self) -> None:

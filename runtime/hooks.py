@@ -146,7 +146,7 @@ class Hooks:
         """Its value; None if it has a handle by now."""
         core = packed.core
         core.at_unpack()
-        with core.entered():
+        with core:
             made, kept = packed.made, packed.kept
             if packed.taken is not None:
                 return None

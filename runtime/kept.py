@@ -45,7 +45,7 @@ class KeptTensor:
             return
         kept, self.kept, self.tensor = self.kept, None, None
         assert kept is not None
-        with self.core.entered():
+        with self.core:
             self.core.inbox.kept_died(kept)
 
     def __del__(self) -> None:
@@ -115,7 +115,7 @@ class KeptTensors:
         core = self._core
         if record is None:
             return None
-        with core.entered():  # what it is made from has to live until it is held
+        with core:  # what it is made from has to live until it is held
             anchors = core.engine.expected.drop(order, record, signature, time.perf_counter_ns())
             if anchors is None:
                 return None
@@ -139,7 +139,7 @@ class KeptTensors:
             now_ns = time.perf_counter_ns()
             more = self._expected.need(kept, packed.stretch, packed.stays, now_ns, in_backward)
         if more:
-            with core.entered():
+            with core:
                 core.run(self._engine.pressure(now_ns))
                 core.go_on()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class MadeAgain:
-    """Walks along notes; an explicit list, no recursion (rule 7). All calls come from inside `Core.entered`."""
+    """Walks along notes; an explicit list, no recursion (rule 7). All calls come while the core is entered."""
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -179,7 +179,7 @@ class NotedTensor:
         if self.taken is not None:
             self.taken.done()
             return
-        with self.core.entered():
+        with self.core:
             self._died()
 
     def __del__(self) -> None:

@@ -177,13 +177,13 @@ class Noted:
                 core.emit("evicted", record=kept.record, nbytes=made.nbytes, action=str(Action.RECOMPUTE))
             core.device.release(storage)  # autograd would have kept it: other streams may rely on that
             if engine.expected.short_for_next(order):
-                with core.entered():
+                with core:
                     core.run(engine.next_save(order, now_ns))
         return packed
 
     # -- backward --------------------------------------------------------------------------------------------------
     def fetch(self, packed: NotedTensor, made: Made, kept: Kept) -> Tensor:
-        """What a saved tensor stands for, made again if need be. Called inside `Core.entered`."""
+        """What a saved tensor stands for, made again if need be. Called while the core is entered."""
         core, engine = self._core, self._engine
         core.device.meet()
         core.gauge.look()

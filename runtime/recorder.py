@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
 
     def _unexpected(self) -> Way:
         """In a step whose routine is known, this call is another than the one that it expects."""
-        with self._core.entered():
+        with self._core:
             self._core.engine.unexpected()
         return Way.RECORD
 
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
         """Run an op that gets no recipe: notice what it overwrites and, with `keep_track`, what it makes."""
         core = self._core
         written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
-        with core.entered():
+        with core:
             preserved = core.writes.begin(written)
             generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
             began_ns = time.perf_counter_ns()
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         known_ns = routine.cost_ns if routine is not None else None
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
-        with core.entered():
+        with core:
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
             preserved = core.writes.begin(written) if written else set()

@@ -21,7 +21,7 @@ Storages = Mapping[int, torch.UntypedStorage]  # by record
 
 
 class Rematerialiser:
-    """Walks chains; an explicit list, no recursion (rule 7). All calls come from inside `Core.entered`."""
+    """Walks chains; an explicit list, no recursion (rule 7). All calls come while the core is entered."""
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -185,7 +185,7 @@ class evict(ContextDecorator):
         core = self._core
         if core is None:
             return Report(policy=self.policy.name, device=str(self._device_name or ""))
-        with core.entered():
+        with core:
             totals, engine = core.engine.totals, core.engine
             return Report(
                 policy=self.policy.name,
@@ -281,11 +281,8 @@ class evict(ContextDecorator):
     def _limit(self, device: Device) -> Budget:
         if self._budget is None:
             return Budget(activations=self._activations)
-        whole = self._budget.of(device.capacity_bytes()) if isinstance(self._budget, Share) else self._budget.nbytes
-        reserve = self.policy.budget.reserve
-        return Budget(
-            device_bytes=whole, reserve_bytes=reserve.of(whole) if isinstance(reserve, Share) else reserve.nbytes
-        )
+        whole_bytes = self._budget.of(device.capacity_bytes())
+        return Budget(device_bytes=whole_bytes, reserve_bytes=self.policy.budget.reserve.of(whole_bytes))
 
     def _header(self, device: Device) -> dict[str, Any]:
         given = {"budget": self._budget, "activations": self._activations}

@@ -25,7 +25,7 @@ _STALL_NS = 50_000  # two events with nothing between them are a few microsecond
 
 
 class Swap:
-    """The transfers under way. All calls come from inside `Core.entered`."""
+    """The transfers under way. All calls come while the core is entered."""
 
     def __init__(self, core: Core) -> None:
         self._core = core

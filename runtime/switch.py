@@ -89,14 +89,14 @@ class Switch:
     def _begin_writes(self, tensors: list[Tensor]) -> None:
         """Nobody sees the ops that are about to write into these."""
         written = [tensor for tensor in tensors if is_plain(tensor)]
-        with self._core.entered():
+        with self._core:
             self._optimizer_writes = written, self._core.writes.begin(written)
 
     def _end_writes(self) -> None:
         if self._optimizer_writes is None:
             return
         (written, preserved), self._optimizer_writes = self._optimizer_writes, None
-        with self._core.entered():
+        with self._core:
             self._core.writes.settle(self._core.writes.end(written, preserved))
 
     def _follow(self, wanted: list[TorchDispatchMode]) -> None:

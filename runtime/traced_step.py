@@ -98,7 +98,7 @@ class TracedStep:
     # -- what happens ---------------------------------------------------------------------------------------------
     def look(self, in_backward: bool) -> None:
         """Take in what happened since the last event: to be called before each."""
-        with self._core.entered():  # no other thread is at work on a storage, which would look like the program's use
+        with self._core:  # no other thread is at work on a storage, which would look like the program's use
             self._take_in()
         if in_backward and not self.backward_began:
             self.backward_began = True

@@ -319,7 +319,7 @@ def test_whether_garbage_is_collected_stays_the_programs_choice(collecting):
             seen.append(gc.isenabled())
             y.register_hook(lambda _: seen.append(gc.isenabled()))
             y.sum().backward()
-            with run._core.entered(), run._core.entered():
+            with run._core, run._core:
                 assert not gc.isenabled()
         seen.append(gc.isenabled())
     finally:

@@ -470,7 +470,7 @@ def test_a_graph_that_only_garbage_has_is_counted_no_more() -> None:
         assert counted(core)
         del knot
         gc.collect()
-        with core.entered():
+        with core:
             pass
         assert counted(core) == 0 and core.engine.totals.steps == steps + 1
 
@@ -496,7 +496,7 @@ def test_what_is_left_over_of_a_step_gets_its_record() -> None:
         assert packed is not None and packed.taken is not None and any(left)
         assert counted(core) == 0 and core.engine.ledger.left_over == 1
         del packed
-        with core.entered():
+        with core:
             pass
         assert counted(core) == 0 and core.engine.ledger.handles == 0
 
@@ -711,7 +711,7 @@ def test_one_that_is_dying_gets_no_record(monkeypatch: pytest.MonkeyPatch) -> No
         def told(inbox: Inbox, kept: Kept, soon: bool = False) -> None:
             if kept.recorded and not died:
                 died.append(kept)
-                with core.entered():
+                with core:
                     core.engine.keeping.end()
             kept_died(inbox, kept, soon)
 

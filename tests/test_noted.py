@@ -254,7 +254,7 @@ def test_each_gets_its_record_when_more_has_to_be_known(index: int, when: str) -
 
         def give(_: Tensor | None = None) -> None:
             before = core.engine.step_unevicted_peak_bytes
-            with core.entered():
+            with core:
                 core.engine.keeping.end()
             core.engine.ledger.validate()
             assert core.engine.step_unevicted_peak_bytes == before
@@ -468,7 +468,7 @@ def test_what_is_read_may_be_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
         assert_same(gradients(net), expected)
 
         loss = loss_of(net)
-        with core.entered():
+        with core:
             engine.keeping.end()
         engine.ledger.validate()
         loss.backward()
@@ -751,7 +751,7 @@ def test_what_is_read_is_as_it_was_after_a_write(unseen: bool, given: bool) -> N
         assert core.noted.knows(shift.untyped_storage()._cdata) and core.noted.on
         torch._C._autograd._unsafe_set_version_counter((shift,), (5,))
         if given:
-            with core.entered():
+            with core:
                 core.engine.keeping.end()
         with pytest.raises(StorageModifiedError, match="would read"):
             found.backward()
@@ -1105,7 +1105,7 @@ def test_what_was_overwritten_gets_its_record_too(index: int, when: str) -> None
         net.zero_grad()
 
         def give(_: Tensor | None = None) -> None:
-            with core.entered():
+            with core:
                 core.engine.keeping.end()
             core.engine.ledger.validate()
             given.append(sum(bool(op.overwrites) for op in core.engine.ledger.ops.values()))

@@ -399,7 +399,7 @@ def test_it_waits_for_whoever_is_in_the_core(monkeypatch: pytest.MonkeyPatch, em
         core, inside, leaves = mode._handle().core, threading.Event(), threading.Timer(0.05, lambda: None)
 
         def stay() -> None:
-            with core.entered():
+            with core:
                 inside.set()
                 leaves.join()
 

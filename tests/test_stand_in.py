@@ -299,7 +299,7 @@ def test_nobody_else_is_answered_in_bits():
         _ = x.exp()
         core = session._core
         assert core is not None
-        with core.entered():
+        with core:
             record = core.known(y)
             assert record is not None
             core.run(core.engine._room.carry_out(core.engine.ledger[record], Action.ENCODE, 0, False))

@@ -209,7 +209,7 @@ def test_delta_s_own_work_on_a_storage_is_no_use_of_it(tmp_path: Path) -> None:
         at_work = threading.Event()
 
         def copy() -> None:
-            with core.entered():
+            with core:
                 tensor = as_bytes(storage)
                 at_work.set()
                 time.sleep(0.05)

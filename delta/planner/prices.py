@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from delta.planner.steplog import StepGraph
-from delta.types import Action, Link
+from delta.types import Action, Link, leaves_recipe_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,7 @@ class Prices:
 
     def _drops(self, v: int, action: Action) -> bool:
         """Whether a replay that reads `v` has to make it again."""
-        stand_in = action is Action.ENCODE and self._graph.nodes[self._graph.saved[v]].stand_in
-        return stand_in or action is Action.RECOMPUTE
+        return leaves_recipe_only(action, self._graph.nodes[self._graph.saved[v]].stand_in)
 
     def _adds(self, v: int, action: Action) -> list[int] | None:
         """Ops that this action on `v` adds to the replays. None where they cannot be replayed."""

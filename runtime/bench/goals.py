@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from delta.runtime.bench.options import RIVALS, BenchOptions
 from delta.runtime.bench.result import DELTA, IDENTICAL, BenchResult, ModelResult, Row
 from delta.runtime.device.cuda import RESERVED_RATIO
-from delta.units import Share, format_bytes, parse_size
+from delta.units import format_bytes, parse_size
 
 IDLE_RATIO = 1.01
 SHORT_STEP_NS = 50_000_000  # on CUDA a shorter step is not held to `IDLE_RATIO`: launches are what it waits for
@@ -121,4 +121,4 @@ def _limit_bytes(model: ModelResult, row: Row) -> int | None:
     if row.counted_peak_bytes is None or not model.plain.counted_peak_bytes:
         return None
     wanted = parse_size(row.way.removeprefix(DELTA), what="budgets")
-    return int(wanted.fraction * model.plain.counted_peak_bytes) if isinstance(wanted, Share) else wanted.nbytes
+    return wanted.of(model.plain.counted_peak_bytes)

@@ -25,7 +25,7 @@ def part_bytes(machine_bytes: int) -> int:
 
 def limit_bytes(limit: Share | Bytes, available_bytes: int) -> int:
     """The host limit of a policy: given outright, or a share of this process's part of what is available."""
-    return limit.of(part_bytes(available_bytes)) if isinstance(limit, Share) else limit.nbytes
+    return limit.of(part_bytes(available_bytes))
 
 
 def host_full(wanted_bytes: int, used_bytes: int, limit_bytes: int, what: str) -> HostFullError:
