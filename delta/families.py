@@ -114,7 +114,7 @@ class FamilyLearner(Learner):
             self.squeeze,
             planned_for_bytes=limit_bytes,
         )
-        largest_bytes = max((graph.nodes[node].nbytes for node in graph.saved), default=0)
+        largest_bytes = max(graph.saved_bytes, default=0)
         # Online, room is kept for one more of the largest.
         made.idle = not surprised and graph.unevicted_bytes + largest_bytes <= aim_bytes
         if not made.idle:

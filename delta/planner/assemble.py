@@ -6,9 +6,9 @@ begin. Where everything may go, forward reads its storages too: one goes after i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from delta.planner.forecast import Forecaster, copies_back, forecast
+from delta.planner.forecast import Forecast, Forecaster, copies_back, forecast
 from delta.planner.steplog import Plan, StepGraph
 from delta.planner.task import Task
 from delta.types import Action, Link
@@ -32,17 +32,43 @@ def best(task: Task, plans: Iterable[Plan]) -> Plan:
 
 def plan_of(graph: StepGraph, link: Link, actions: Sequence[Action]) -> Plan:
     """The same where only what autograd saved may go, and backward alone needs it."""
-    found = forecast(graph, actions, link)
+    return as_forecast(graph, actions, forecast(graph, actions, link))
+
+
+def as_forecast(graph: StepGraph, actions: Sequence[Action], found: Forecast) -> Plan:
+    """The plan of which `found` is the forecast."""
     return Plan(
-        tuple(actions),
-        found.prefetch,
-        graph.next_needs,
-        graph.need_ns,
-        tuple(graph.nodes[node].nbytes for node in graph.saved),
-        found.forward_bytes,
-        found.peak_bytes,
-        found.replay_ns,
-        found.swap_bytes,
+        actions=tuple(actions),
+        prefetch=found.prefetch,
+        next_needs=graph.next_needs,
+        need_ns=graph.need_ns,
+        saved_bytes=graph.saved_bytes,
+        forward_bytes=found.forward_bytes,
+        peak_bytes=found.peak_bytes,
+        replay_ns=found.replay_ns,
+        swap_bytes=found.swap_bytes,
+    )
+
+
+def without_actions(
+    graph: StepGraph,
+    prefetch: dict[int, tuple[int, ...]] | None = None,
+    evictions: Mapping[int, tuple[tuple[int, Action], ...]] | None = None,
+    swap_bytes: int = 0,
+) -> Plan:
+    """A plan by which nothing goes at its save, and of which nothing is forecast. See `Plan` for the rest."""
+    count = len(graph.saved)
+    return Plan(
+        actions=(Action.KEEP,) * count,
+        prefetch=prefetch or {},
+        next_needs=graph.next_needs,
+        need_ns=graph.need_ns,
+        saved_bytes=graph.saved_bytes,
+        forward_bytes=(0,) * count,
+        peak_bytes=0,
+        replay_ns=0,
+        swap_bytes=swap_bytes,
+        evictions=evictions or {},
     )
 
 
@@ -62,16 +88,9 @@ def _everything(task: Task, actions: Sequence[Action]) -> Plan:
         evictions.setdefault(max(at, 0), []).append((order, action))
         if action is Action.SWAP and after:
             back[order] = after[0]
-    sizes = tuple(graph.nodes[node].nbytes for node in graph.saved)
-    return Plan(
-        (Action.KEEP,) * len(sizes),
+    return without_actions(
+        graph,
         copies_back(graph, back, task.link)[0],
-        needs,
-        graph.need_ns,
-        sizes,
-        (0,) * len(sizes),
-        0,
-        0,
-        sum(sizes[order] for order in back),
         {at: tuple(goes) for at, goes in evictions.items()},
+        sum(graph.saved_bytes[order] for order in back),
     )

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 
-from delta.planner.forecast import forecast
+from delta.planner.assemble import plan_of, without_actions
 from delta.planner.lanes import Booking, Lanes
 from delta.planner.moments import Gap, Moments, free
 from delta.planner.steplog import Plan, StepGraph
@@ -198,19 +198,7 @@ class _Choice:
             actions[gap.order] = Action.SWAP
         for gap in self.dropped:
             actions[gap.order] = Action.RECOMPUTE
-        found = forecast(graph, actions, self.task.link)
-        sizes = tuple(map(self.moments.nbytes, range(len(actions))))
-        return Plan(
-            tuple(actions),
-            self._triggers(),
-            graph.next_needs,
-            graph.need_ns,
-            sizes,
-            found.forward_bytes,
-            found.peak_bytes,
-            found.replay_ns,
-            found.swap_bytes,
-        )
+        return replace(plan_of(graph, self.task.link, actions), prefetch=self._triggers())
 
     def _everything(self) -> Plan:
         graph, evictions = self.graph, dict[int, list[tuple[int, Action]]]()
@@ -218,16 +206,6 @@ class _Choice:
             for gap in gaps:
                 at = gap.after if gap.after >= 0 else max(0, graph.needs_before[gap.order] - 1)
                 evictions.setdefault(at, []).append((gap.order, action))
-        sizes = tuple(map(self.moments.nbytes, range(len(graph.saved))))
-        return Plan(
-            actions=(Action.KEEP,) * len(sizes),
-            prefetch=self._triggers(),
-            next_needs=graph.next_needs,
-            need_ns=graph.need_ns,
-            saved_bytes=sizes,
-            forward_bytes=(0,) * len(sizes),
-            peak_bytes=0,
-            replay_ns=0,
-            swap_bytes=sum(sizes[gap.order] for gap in self.swapped),
-            evictions={at: tuple(goes) for at, goes in sorted(evictions.items())},
-        )
+        going = {at: tuple(goes) for at, goes in sorted(evictions.items())}
+        swap_bytes = sum(graph.saved_bytes[gap.order] for gap in self.swapped)
+        return without_actions(graph, self._triggers(), going, swap_bytes)

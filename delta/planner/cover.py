@@ -55,7 +55,7 @@ class Cover:
         self._task, self._graph = task, task.graph
         self._program = Program()
         self._late: int | None = None  # time by which the link is too slow for backward, scaled
-        self._sizes = [self._graph.nodes[node].nbytes for node in self._graph.saved]
+        self._sizes = self._graph.saved_bytes
         self._unit_ns = max(1, sum(op.cost_ns for op in self._graph.ops)) / 1000
         self._drop: dict[int, int] = {}  # save order -> its variable
         self._swap: dict[int, int] = {}

@@ -90,7 +90,7 @@ class Forecaster:
 
     def __init__(self, graph: StepGraph, link: Link) -> None:
         self.graph, self.link = graph, link
-        self.sizes = [graph.nodes[node].nbytes for node in graph.saved]
+        self.sizes = graph.saved_bytes
         self.nbytes = [node.nbytes for node in graph.nodes]
         self.orders = [node.order for node in graph.nodes]
         self.makers = [node.op for node in graph.nodes]

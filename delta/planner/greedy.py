@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
+from delta.planner.assemble import as_forecast
 from delta.planner.cuts import cut_links
 from delta.planner.forecast import Forecast, Forecaster
 from delta.planner.prices import Option, Prices
@@ -64,7 +65,7 @@ class _Greedy:
     ) -> None:
         self.graph, self.limit, self.link, self.allowed, self.forced = graph, limit_bytes, link, allowed, forced
         self.begun = begun or [Action.KEEP] * len(graph.saved)
-        self.sizes = [graph.nodes[node].nbytes for node in graph.saved]
+        self.sizes = graph.saved_bytes
         self.forecaster = Forecaster(graph, link)
         self._begin(NARROW)
 
@@ -84,17 +85,7 @@ class _Greedy:
             if cut[1].peak_bytes <= self.now.peak_bytes:
                 self.actions, self.now = cut
         self._take_back()
-        return Plan(
-            tuple(self.actions),
-            self.now.prefetch,
-            self.graph.next_needs,
-            self.graph.need_ns,
-            tuple(self.sizes),
-            self.now.forward_bytes,
-            self.now.peak_bytes,
-            self.now.replay_ns,
-            self.now.swap_bytes,
-        )
+        return as_forecast(self.graph, self.actions, self.now)
 
     def _fit(self) -> None:
         for _ in range(ROUNDS):

@@ -107,7 +107,7 @@ def _peaks(resident_bytes: Sequence[int], limit_bytes: int, most: int) -> list[i
 def _settled_bytes(task: Task, actions: Sequence[Action], found: Forecast, p: int) -> int:
     """What is resident when need p has been served, and what is still on its way out: what the program sees."""
     graph = task.graph
-    sizes = [graph.nodes[node].nbytes for node in graph.saved]
+    sizes = graph.saved_bytes
     there = 0
     for v, back in enumerate(found.back_at):
         if 0 <= back <= p < graph.release[v]:

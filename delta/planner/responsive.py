@@ -49,7 +49,7 @@ class _Scheduler:
     def __init__(self, task: Task) -> None:
         self.graph = task.graph
         self.actions = [Action.KEEP] * len(self.graph.saved)
-        self._bytes = [self.graph.nodes[node].nbytes for node in self.graph.saved]
+        self._bytes = self.graph.saved_bytes
         self._chains = _Chains(task.graph)
         self._limit = task.limit_bytes
         self._cap = max(1, task.limit_bytes // CHAIN)

@@ -114,9 +114,14 @@ class StepGraph:
         return [v for v, before in enumerate(self.needs_before) if before <= began and needs[v][-1:] >= (began,)]
 
     @property
+    def saved_bytes(self) -> tuple[int, ...]:
+        """By save order: bytes of the storage."""
+        return tuple([self.nodes[node].nbytes for node in self.saved])
+
+    @property
     def unevicted_bytes(self) -> int:
         """Bytes of all saved storages together: the peak of a step whose forward ends before its backward begins."""
-        return sum(self.nodes[node].nbytes for node in self.saved)
+        return sum(self.saved_bytes)
 
 
 @dataclass(frozen=True, slots=True)
