@@ -26,7 +26,7 @@ from delta.families import FamilyLearner
 from delta.headroom import HeadRoom
 from delta.keeping import Keeping, Kept
 from delta.layout import Layout
-from delta.learner import AIM, ANY_LOOK, NOTHING, Learner
+from delta.learner import AIM, NOTHING, Learner
 from delta.ledger import Ledger
 from delta.planning import Planning
 from delta.recall import Recall
@@ -40,6 +40,7 @@ from delta.step_ends import StepEnds
 from delta.totals import StepSummary, Totals
 from delta.transfers import Transfers
 from delta.types import (
+    ANY_LOOK,
     Action,
     AwaitOut,
     Drop,

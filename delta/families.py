@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 from delta.config import PlannerConfig
 from delta.headroom import Beside
-from delta.learner import KINDS, ROOMIER, Learner, Profile
+from delta.learner import KINDS, Learner
 from delta.planner.estimate import Dims
 from delta.planner.family import Expectation, Family
+from delta.profile import ROOMIER, Profile
 from delta.types import Action, Kind, Look
 
 CACHED = 256  # plans remembered, the oldest forgotten first

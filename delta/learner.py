@@ -15,69 +15,20 @@ from dataclasses import dataclass, field, replace
 
 from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
-from delta.routine import Call, Routine, Way, routine_of, settled, ways_of
-from delta.types import Action, Encoding, Kind, Look, Mode, OpInfo
+from delta.profile import CRAMPED, MOVED, REFINEMENTS, ROOMIER, TIGHTENINGS, TIGHTEST, Profile, refine, with_beside
+from delta.routine import Routine, Way, routine_of, settled, ways_of
+from delta.types import ANY_LOOK, Action, Encoding, Kind, Look, Mode, OpInfo
 
-REFINEMENTS = 2  # a profile is planned again with better op times after this many more recorded steps
-TIGHTENINGS = 6  # and whenever the measured peak was over the limit, this often at most
 KINDS = 64  # kinds of step remembered, the least recently used forgotten first
-ROOMIER = 1.05  # ... or when the limit has grown by this (a device budget follows what else is in use)
 LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
 MOST_OPS = 3 * LONGEST  # ops of one, or ops in a row that save nothing
-TIGHTEST = 0.9  # share of the limit that plans aim at least at
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
-MOVED = 0.01  # ... or when what is in use beside counted activations has grown by this share of the limit
-CRAMPED = 2  # steps by one plan in which notes found no room, after which there are none
-MOST_TRUST = 3  # odd steps in a row after which another kind is expected
-ANY_LOOK = Look()
 NOTHING = Beside()
-NONE: Mapping[int, Action] = {}
+NO_STRAYS: Mapping[int, Action] = {}
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
 HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
 Amend = Callable[[Plan, StepGraph, Mapping[int, Action]], Plan | None]
-
-
-@dataclass(slots=True)
-class Profile:
-    """One kind of step."""
-
-    signatures: tuple[int, ...]
-    graph: StepGraph
-    unevicted_peak_bytes: int
-    forced: Mapping[int, Action]
-    squeeze: float  # plans aim at this share of the limit; less after a step whose peak was over it
-    plan: Plan | None = None
-    idle: bool = False
-    refined: int = 0
-    tightened: int = 0
-    relaxed: int = 0
-    planned_for_bytes: int = 0  # the limit at the last planning
-    aim_bytes: int = 0  # what the plan was allowed to take
-    planned_graph: StepGraph | None = None  # what the plan was made from
-    calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
-    routine: Routine | None = None  # how steps go from now on; None: all of their calls are recorded
-    strays: Mapping[int, Action] = field(default_factory=dict)  # of the last step: evicted, and not named by the plan
-    then: Profile | None = None  # the kind of step that comes after one of this kind, most of the time
-    then_trust: int = 0  # how much oftener than others, of late
-    beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
-    planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
-    cramped: int = 0  # steps by this plan in which replays that nobody decides about found no room
-
-    @property
-    def loose(self) -> bool:
-        """Whether its plan may be made tighter still."""
-        return self.tightened < TIGHTENINGS and self.squeeze > TIGHTEST
-
-    def came_before(self, following: Profile | None) -> None:
-        """A step of this kind was followed by one of that: the majority counts, so that one odd step among many, an
-        epoch's last batch, is not expected again at once."""
-        if self.then is following:
-            self.then_trust = min(MOST_TRUST, self.then_trust + 1)
-        elif self.then_trust > 1:
-            self.then_trust -= 1
-        else:
-            self.then, self.then_trust = following, 1
 
 
 @dataclass(slots=True)
@@ -369,7 +320,7 @@ class Learner:
         limit: Callable[[int], int | None],
         evicted: bool,
         forced: Mapping[int, Action],
-        strays: Mapping[int, Action] = NONE,
+        strays: Mapping[int, Action] = NO_STRAYS,
         beside: Beside = NOTHING,
     ) -> None:
         """The last handle died. Learns from the step and plans the next one like it. `strays`: what was evicted that
@@ -412,7 +363,7 @@ class Learner:
             self._review(profile, peak_bytes, limit_bytes, beside)
             settled = profile.plan is known and self._settled(profile, strays)
             over = limit_bytes is not None and peak_bytes > limit_bytes
-            profile.routine = self._routine(profile) if settled and not (over and profile.loose) else None
+            profile.routine = self._routine(profile) if settled and not (over and profile.can_tighten) else None
         self._expect(profile)
 
     def _settled(self, profile: Profile, strays: Mapping[int, Action]) -> bool:
@@ -542,7 +493,7 @@ class Learner:
         if rise_bytes > MOVED * limit_bytes and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             again = True
-        elif peak_bytes > limit_bytes and not exact and profile.loose:
+        elif peak_bytes > limit_bytes and not exact and profile.can_tighten:
             profile.tightened += 1
             profile.squeeze = max(TIGHTEST, profile.squeeze * limit_bytes / peak_bytes)
             again = True
@@ -564,22 +515,3 @@ class Learner:
         now, then = profile.graph.beside_saves + profile.graph.beside_needs, profile.planned_beside
         rise_bytes = max((fresh - known for fresh, known in zip(now, then, strict=False)), default=0)
         return rise_bytes, max(then, default=0) - max(now, default=0)
-
-
-def with_beside(graph: StepGraph, beside: Beside) -> StepGraph:
-    """The graph with what its step used beside counted activations; as it is, where nobody measured that."""
-    if len(beside.saves.levels) != len(graph.saved) or len(beside.needs.levels) != len(graph.needs):
-        return graph
-    return replace(graph, beside_saves=beside.saves.most_bytes, beside_needs=beside.needs.most_bytes)
-
-
-def refine(old: StepGraph, new: StepGraph) -> StepGraph:
-    """The newer step with, for each op, the least cost seen and, for each storage, the longest stay; the newer step
-    alone if the ops differ."""
-    if [op.name for op in old.ops] != [op.name for op in new.ops]:
-        return new
-    ops = tuple(
-        replace(fresh, cost_ns=min(fresh.cost_ns, known.cost_ns)) for fresh, known in zip(new.ops, old.ops, strict=True)
-    )
-    floats_to = tuple(map(max, new.floats_to, old.floats_to))
-    return replace(new, ops=ops, floats_to=floats_to)

@@ -62,6 +62,9 @@ class Look:
     sizes: tuple[int, ...] = ()
 
 
+ANY_LOOK = Look()
+
+
 def leaves_recipe_only(action: Action, stand_in: bool) -> bool:
     """Whether nothing but its recipe is left of a storage's value. `stand_in`: its encoded form is not its value."""
     return action is Action.RECOMPUTE or (action is Action.ENCODE and stand_in)

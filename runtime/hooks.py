@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from delta.errors import DeltaError, StorageModifiedError
-from delta.learner import ANY_LOOK
 from delta.runtime.handle import LET_GO, Handle
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.runtime.note import NotedTensor
@@ -27,7 +26,7 @@ from delta.runtime.split import may_split, split
 from delta.runtime.versions import counter_of, over, without_graph
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
-from delta.types import Look
+from delta.types import ANY_LOOK, Look
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core

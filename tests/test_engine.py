@@ -9,9 +9,9 @@ from toy import LINK, Toy
 from delta import room
 from delta.budget import Budget
 from delta.errors import BudgetError
-from delta.learner import Profile
 from delta.planner import Plan
 from delta.planner.steplog import Moves, build_graph
+from delta.profile import Profile
 from delta.record import Host
 from delta.types import (
     Action,

@@ -15,10 +15,11 @@ from toy import Toy
 from delta import engine, planning
 from delta.budget import Budget
 from delta.headroom import Beside, HeadRoom, Track
-from delta.learner import Learner, Profile
+from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.planner import StepLog, plan_step
 from delta.planner.steplog import build_graph
+from delta.profile import Profile
 from delta.runtime.rawmem import heap_bytes
 from delta.types import Action, Kind, Link, Mode, SwapIn
 

@@ -24,10 +24,11 @@ from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
 from delta.expected import Expected
 from delta.keeping import Keeping, Kept
-from delta.learner import Learner, Profile
+from delta.learner import Learner
 from delta.ledger import Ledger, LedgerError
 from delta.planner import Plan, StepGraph, StepLog
 from delta.planner.steplog import build_graph
+from delta.profile import Profile
 from delta.routine import Routine, orders_of, read_by_replays, room_for_next
 from delta.runtime.core import Core
 from delta.runtime.inbox import Inbox

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 from builders import an_op
 
-from delta.learner import AIM, REFINEMENTS, TIGHTENINGS, Learner, refine
+from delta.learner import AIM, Learner
 from delta.planner import Plan, StepGraph
 from delta.planner.steplog import Moves
+from delta.profile import REFINEMENTS, TIGHTENINGS, refine
 from delta.types import Action, Kind, Mode
 
 OBSERVE, IDLE, PLANNED = Mode.OBSERVE, Mode.IDLE, Mode.PLANNED

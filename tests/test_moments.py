@@ -9,8 +9,8 @@ from models import CASES, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
-from delta.learner import REFINEMENTS
 from delta.planner.steplog import StepLog, StepTimes
+from delta.profile import REFINEMENTS
 from delta.runtime import rematerialise
 from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice

@@ -24,10 +24,11 @@ import delta
 from delta.errors import RecomputeMismatchError, StorageModifiedError
 from delta.expected import Expected
 from delta.keeping import Keeping, Kept
-from delta.learner import CRAMPED, Learner
+from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.planner import Plan
 from delta.planner.steplog import Node, StepGraph
+from delta.profile import CRAMPED
 from delta.routine import noted_ops
 from delta.runtime import batch_norm
 from delta.runtime.core import Core

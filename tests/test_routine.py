@@ -16,10 +16,11 @@ from torch.nn import functional as F
 import delta
 from delta.budget import Budget
 from delta.config import Policy
-from delta.learner import MOST_TRUST, NONE, REFINEMENTS, TIGHTENINGS, Learner
+from delta.learner import NO_STRAYS, Learner
 from delta.planner.assemble import plan_of as whole_plan_of
 from delta.planner.steplog import Plan, StepGraph, build_graph
 from delta.planning import Planning
+from delta.profile import MOST_TRUST, REFINEMENTS, TIGHTENINGS
 from delta.routine import Routine, Way, routine_of, ways_of
 from delta.types import Action, Kind, Link
 
@@ -133,7 +134,7 @@ def follow(
     learner: Learner,
     kind: str,
     *,
-    strays: Mapping[int, Action] = NONE,
+    strays: Mapping[int, Action] = NO_STRAYS,
     peak: int = LIMIT,
     shape: str = "",
     ending: str = "",

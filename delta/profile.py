@@ -1,0 +1,86 @@
+"""What is known of one kind of step: its graph, the plan for it, and how far that has been tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from delta.headroom import Beside
+from delta.planner.steplog import Plan, StepGraph
+from delta.routine import Call, Routine
+from delta.types import Action
+
+# A profile is planned again with better op times after this many more recorded steps.
+REFINEMENTS = 2
+# It is planned again, too, when the measured peak was over the limit, or what is in use beside counted activations has
+# grown by a share `MOVED` of the limit: so often at most, and no plan aims at less than a share `TIGHTEST` of it.
+TIGHTENINGS = 6
+MOVED = 0.01
+TIGHTEST = 0.9
+# And when the limit has grown by this factor: a device budget follows what else is in use.
+ROOMIER = 1.05
+# Steps by one plan in which notes found no room; after them there are none.
+CRAMPED = 2
+# So many odd steps in a row, and another kind is expected next.
+MOST_TRUST = 3
+
+
+@dataclass(slots=True)
+class Profile:
+    """One kind of step."""
+
+    signatures: tuple[int, ...]
+    graph: StepGraph
+    unevicted_peak_bytes: int
+    forced: Mapping[int, Action]
+    squeeze: float  # plans aim at this share of the limit; less after a step whose peak was over it
+    plan: Plan | None = None
+    idle: bool = False
+    refined: int = 0
+    tightened: int = 0
+    relaxed: int = 0
+    planned_for_bytes: int = 0  # the limit at the last planning
+    aim_bytes: int = 0  # what the plan was allowed to take
+    planned_graph: StepGraph | None = None  # what the plan was made from
+    calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
+    routine: Routine | None = None  # how steps go from now on; None: all of their calls are recorded
+    strays: Mapping[int, Action] = field(default_factory=dict)  # of the last step: evicted, and not named by the plan
+    then: Profile | None = None  # the kind of step that comes after one of this kind, most of the time
+    then_trust: int = 0  # how much oftener than others, of late
+    beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
+    planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
+    cramped: int = 0  # steps by this plan in which replays that nobody decides about found no room
+
+    @property
+    def can_tighten(self) -> bool:
+        """Whether its plan may be made tighter still."""
+        return self.tightened < TIGHTENINGS and self.squeeze > TIGHTEST
+
+    def came_before(self, following: Profile | None) -> None:
+        """A step of this kind was followed by one of that: the majority counts, so that one odd step among many, an
+        epoch's last batch, is not expected again at once."""
+        if self.then is following:
+            self.then_trust = min(MOST_TRUST, self.then_trust + 1)
+        elif self.then_trust > 1:
+            self.then_trust -= 1
+        else:
+            self.then, self.then_trust = following, 1
+
+
+def with_beside(graph: StepGraph, beside: Beside) -> StepGraph:
+    """The graph with what its step used beside counted activations; as it is, where nobody measured that."""
+    if len(beside.saves.levels) != len(graph.saved) or len(beside.needs.levels) != len(graph.needs):
+        return graph
+    return replace(graph, beside_saves=beside.saves.most_bytes, beside_needs=beside.needs.most_bytes)
+
+
+def refine(old: StepGraph, new: StepGraph) -> StepGraph:
+    """The newer step with, for each op, the least cost seen and, for each storage, the longest stay; the newer step
+    alone if the ops differ."""
+    if [op.name for op in old.ops] != [op.name for op in new.ops]:
+        return new
+    ops = tuple(
+        replace(fresh, cost_ns=min(fresh.cost_ns, known.cost_ns)) for fresh, known in zip(new.ops, old.ops, strict=True)
+    )
+    floats_to = tuple(map(max, new.floats_to, old.floats_to))
+    return replace(new, ops=ops, floats_to=floats_to)
