@@ -18,7 +18,7 @@ from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.nextuse import NextUse
 from delta.record import Host, Record
-from delta.types import Action, Cost, Encoding, Kind, leaves_recipe_only
+from delta.types import Action, Cost, Encoding, Kind, OpInfo, leaves_recipe_only
 
 PRICES = 1 << 40  # of a score of 1: prices of neighbours are summed, and sums are exact in whole numbers
 
@@ -144,10 +144,15 @@ class Candidates:
         self._ledger.touched |= used ^ self._used
         self._used = used
 
-    def missing(self, rec: Record) -> None:
+    def made_by(self, op: OpInfo) -> None:
+        """An op has made records, whose rules go by its name and module."""
+        for output in op.outputs:
+            self.makers[output] = (op.name, op.module)
+
+    def went_missing(self, rec: Record) -> None:
         """The record's bytes are gone."""
         if self._classes:
-            self._costs.missing(rec, of_makers=self._cost is Cost.MAKERS)
+            self._costs.went_missing(rec, of_makers=self._cost is Cost.MAKERS)
 
     def back(self, rec: Record) -> None:
         """The record is available again."""

@@ -177,7 +177,7 @@ class Costs:
         self.settle()
         return own_ns(self._ledger, record) + self._above.cost_ns(record)
 
-    def missing(self, rec: Record, of_makers: bool = False) -> None:
+    def went_missing(self, rec: Record, of_makers: bool = False) -> None:
         """The record's bytes are gone, and somebody could still ask for them. `of_makers`: it joins the classes of what
         its op reads and makes, else of what its op and its users read and make."""
         op = self._ledger.maker(rec)

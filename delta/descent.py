@@ -50,7 +50,7 @@ class Descent:
     def next(self, now_ns: int) -> OpInfo | None:
         """The op to replay now: all that it reads is there. None: the record is back."""
         while self._stack:
-            missing = [r for r in self._stack[-1].inputs if self._missing(r)]
+            missing = [r for r in self._stack[-1].inputs if self._ledger.records[r].missing]
             if not missing:
                 return self._stack[-1]
             self._enter(self._maker(missing[0]), now_ns)
@@ -98,9 +98,6 @@ class Descent:
         self._readers.clear()
         self._pending.clear()
         return wanted
-
-    def _missing(self, record: int) -> bool:
-        return self._ledger.records[record].missing
 
     def _maker(self, record: int) -> OpInfo:
         op = self._ledger.maker(self._ledger.records[record])

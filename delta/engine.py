@@ -118,11 +118,10 @@ class Engine:
         self._largest_bytes = 0
         self._lost_ns = 0
         self._position = 0  # needs of this step that plans have been followed for
-        self._stopped = False  # the step under way has been, by an error that `strict` asks for
+        self._stopped = False  # a BudgetError was raised in the step under way, which is not told again at its end
         self._recording = False
         self._backward_writes = False
         self._ruled = Ruled(policy) if policy.rules else None
-        self._rules_looked_at = False
         self._evicts = not budget.unlimited and set(policy.director.actions) != {Action.KEEP}
 
     # -- facts about now ------------------------------------------------------------------------------------------
@@ -212,25 +211,24 @@ class Engine:
     def op_ran(self, op: OpInfo, now_ns: int) -> list[Instruction]:
         """An op was recorded; all its records have been created."""
         self.ledger.add_op(op)
-        for output in op.outputs:
-            self._room.candidates.makers[output] = (op.name, op.module)
+        self._room.candidates.made_by(op)
+        if not self.learner.in_step and self.learner.too_many(len(self.ledger.ops)):
+            self.learner.forget()
+            return self._cut()
         if self.learner.routine is not None:  # which is not learned from
             return []
         records = [self.ledger.records[record] for record in op.inputs + op.outputs]
         self.learner.op(op, {r.id: r.nbytes for r in records}, {r.id: r.kind for r in records})
-        if self.learner.too_long and not self.learner.in_step:
-            return self._cut()
         return self._make_for_more_of(op, now_ns)
 
     def op_noted(self, op: OpInfo, gone: Iterable[int]) -> None:
         """An op ran that nobody recorded, and now it has to be known. All its records have been created, and of those
         it made some have `gone` by now."""
         self.ledger.add_op(op)
-        for output in op.outputs:
-            self._room.candidates.makers[output] = (op.name, op.module)
+        self._room.candidates.made_by(op)
         for record in gone:
             self.ledger.gone(record)
-            self._room.candidates.missing(self.ledger.records[record])
+            self._room.candidates.went_missing(self.ledger.records[record])
 
     def list_noted(self, record: int, back: bool) -> list[int]:
         """A saved storage that went at its save, and is there again if it is `back`, has its record and all handles:
@@ -258,8 +256,6 @@ class Engine:
         """An op of forward ran, and has been recorded. `call`: what the runtime knows it by; `made`: it was the last
         one told of by `op_ran`."""
         self.learner.called(call, made)
-        if self.learner.too_long:
-            self.learner.forget()
 
     @property
     def routine(self) -> Routine | None:
@@ -398,7 +394,7 @@ class Engine:
             self.ledger.let_go(old)
             out.append(Release(old))
         self.ledger.gone(old)
-        self._room.candidates.missing(rec)
+        self._room.candidates.went_missing(rec)
         return out
 
     def version_ended(self, old: int) -> list[Instruction]:
@@ -544,7 +540,7 @@ class Engine:
         dear = self.policy.placement.left
         return bool(dear) and not any(fnmatchcase(op, pattern) for pattern in dear)
 
-    def maker(self, record: int) -> str:
+    def op_name_of(self, record: int) -> str:
         """The name of the op that made a record; "" if none is known."""
         return self._room.candidates.makers.get(record, ("", ""))[0]
 
@@ -635,13 +631,10 @@ class Engine:
         return summary
 
     def _forced_by_rules(self) -> dict[int, Action]:
-        """What the policy's rules say about single storages, by save order. Rules that match nothing in the first step
-        that was recorded from end to end are told of."""
+        """What the policy's rules say about single storages, by save order."""
         ruled, learner = self._ruled, self.learner
         if ruled is None:
             return {}
-        if not self._rules_looked_at and learner.recorded and learner.log.asked:
-            self._rules_looked_at = True
-            if (text := ruled.unmatched()) is not None:
-                self.totals.warn("rules", text)
+        if learner.recorded and learner.log.asked and (text := ruled.seen_whole()) is not None:
+            self.totals.warn("rules", text)
         return ruled.forced()

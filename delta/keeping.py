@@ -125,7 +125,7 @@ class Keeping:
         self._learner.released(kept.order)
 
     def unread(self, key: int) -> Kept | None:
-        """Nothing that has been noted will read the storage any more. What goes by that."""
+        """Nothing that has been noted will read the storage any more. Returns what goes by that, if anything does."""
         kept = self.lingering.pop(key, None)
         if kept is not None:
             self.went(kept)

@@ -21,7 +21,7 @@ from delta.types import ANY_LOOK, Action, Encoding, Kind, Look, Mode, OpInfo
 
 KINDS = 64  # kinds of step remembered, the least recently used forgotten first
 LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
-MOST_OPS = 3 * LONGEST  # ops of one, or ops in a row that save nothing
+MOST_OPS = 3 * LONGEST  # ops of a step that is still followed, or between two steps
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 NOTHING = Beside()
 NO_STRAYS: Mapping[int, Action] = {}
@@ -171,8 +171,11 @@ class Learner:
 
     def called(self, call: object, made: bool) -> None:
         """An op of forward ran that `call` stands for; `made`: the last one told of by `op`."""
-        if not self.given_up:
-            self.log.calls.append((call, len(self.log.ops) - 1 if made else -1))
+        if self.given_up:
+            return
+        self.log.calls.append((call, len(self.log.ops) - 1 if made else -1))
+        if self.too_many(len(self.log.calls)):
+            self.forget()
 
     def begin(self, recording: bool) -> None:
         """The first tensor of a step is about to be packed. `recording`: the recorder has been on since the last step
@@ -218,13 +221,14 @@ class Learner:
             if self.current is not None:
                 self.current.idle = False
 
-    @property
-    def too_long(self) -> bool:
-        """Whether more ops have run than are followed: the log would grow for as long as the program runs."""
-        return len(self.log.calls) >= MOST_OPS or len(self.log.ops) >= MOST_OPS
+    @staticmethod
+    def too_many(ops: int) -> bool:
+        """Whether so many ops are more than are followed."""
+        return ops >= MOST_OPS
 
     def forget(self) -> None:
-        """The ops so far; of a step under way that is all that will ever be known."""
+        """Forget the ops so far, or the log would grow for as long as the program runs. A step under way is followed no
+        further; the next one is not taken for recorded whole."""
         if self.in_step:
             self._give_up()
         else:

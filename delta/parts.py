@@ -59,7 +59,7 @@ def register_planner(name: str, planner: Planner) -> None:
 
 def _register(name: str, part: Callable[..., object], kind: str, shipped: tuple[str, ...]) -> None:
     if not isinstance(name, str) or not name:
-        raise PolicyError(f"the name of a {kind} must be a string that is not empty, not {name!r}")
+        raise PolicyError(f"the name of a {kind} must be a non-empty string, not {name!r}")
     if name in shipped:
         raise PolicyError(f"{name!r} is a shipped {kind}: give yours another name. Shipped: {', '.join(shipped)}.")
     if not callable(part):

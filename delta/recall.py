@@ -86,11 +86,11 @@ class Recall:
     def after_turn(self, going_bytes: int, now_ns: int) -> list[Instruction]:
         """Start the copies back that a rehearsal puts after the turn that has just ended. `going_bytes` are about to
         be let go of."""
+        if self._policy.prefetch.window == 0:
+            return []
         plan = self._learner.plan
         moves = plan.moves.get(self._learner.turn - 1) if plan is not None else None
         out: list[Instruction] = []
-        if self._policy.prefetch.window == 0:
-            return out
         waiting: list[int] = []
         for order in (*self._late, *(moves.coming if moves is not None else ())):
             rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None

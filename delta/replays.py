@@ -87,5 +87,5 @@ class Replays:
         rec = self._ledger.records.get(record)
         if rec is not None and rec.held:
             self._ledger.let_go(record)
-            self._room.candidates.missing(rec)
+            self._room.candidates.went_missing(rec)
         return self._settling.gone(record)

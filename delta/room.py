@@ -287,7 +287,7 @@ class Room:
     def dropped(self, rec: Record) -> None:
         """A record that the plan drops has gone at its save."""
         self.dropped_uncounted()
-        self.candidates.missing(rec)
+        self.candidates.went_missing(rec)
 
     def dropped_uncounted(self) -> None:
         """The same of a storage that has no record."""
@@ -310,7 +310,7 @@ class Room:
                 out.append(Hold(anchor))
         self._ledger.let_go(rec.id)
         if drops:
-            self.candidates.missing(rec)
+            self.candidates.went_missing(rec)
         if action is Action.ENCODE:
             self._ledger.stand_in(rec.id)
             return [*out, Encode(rec.id)]

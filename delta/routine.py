@@ -17,7 +17,7 @@ from enum import IntEnum
 from operator import sub
 
 from delta.planner import Plan, StepGraph
-from delta.planner.steplog import Node, StepLog
+from delta.planner.steplog import StepLog
 from delta.types import Action, leaves_recipe_only
 
 Call = tuple[object, int]
@@ -248,7 +248,7 @@ def _replayed(graph: StepGraph, plan: Plan) -> set[int]:
         node = graph.nodes[graph.saved[order]]
         if node.op is None:
             continue
-        if _dropped(node, action):
+        if leaves_recipe_only(action, node.stand_in):
             todo.append(node.op)
         elif action is Action.ENCODE:
             encoded.update(_overwritten(graph, node.op))
@@ -264,14 +264,9 @@ def _makers(graph: StepGraph, plan: Plan, nodes: Iterable[int]) -> Iterable[int]
     """The ops that make those of `nodes` which are not there when they are read."""
     for number in nodes:
         node = graph.nodes[number]
-        dropped = node.order < 0 or _dropped(node, plan.actions[node.order])
+        dropped = node.order < 0 or leaves_recipe_only(plan.actions[node.order], node.stand_in)
         if dropped and not node.rooted and node.op is not None:
             yield node.op
-
-
-def _dropped(node: Node, action: Action) -> bool:
-    """Whether what reads the storage again has to make it again."""
-    return leaves_recipe_only(action, node.stand_in)
 
 
 def _overwritten(graph: StepGraph, op: int) -> Iterable[int]:

@@ -13,6 +13,7 @@ from delta.config import Policy, Rule
 from delta.types import Action
 
 TOLD = 3  # names, those nearest to the rule's
+WHOLE = 4  # steps that are looked at: of several kinds that take turns, each saves something else
 
 
 class Ruled:
@@ -21,6 +22,8 @@ class Ruled:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._makers: list[tuple[str, str]] = []  # (op, module); empty where they are not known
+        self._seen: set[tuple[str, str]] = set()  # in whole steps
+        self._whole = 0  # steps
 
     def saved(self, op: str, module: str) -> None:
         self._makers.append((op, module))
@@ -33,13 +36,21 @@ class Ruled:
         actions = (self._policy.rule_for(*maker) for maker in self._makers)
         return {order: action for order, action in enumerate(actions) if action is not None}
 
-    def unmatched(self) -> str | None:
-        """What to tell the user of the rules that match nothing the step has saved; None where all do."""
-        makers = set(self._makers)
+    def seen_whole(self) -> str | None:
+        """The step that ends was seen from its first op. Once there have been a few: what to tell the user of the rules
+        that matched nothing they saved, if there are such."""
+        self._whole += 1
+        if self._whole > WHOLE:
+            return None
+        self._seen.update(self._makers)
+        return self._unmatched() if self._whole == WHOLE else None
+
+    def _unmatched(self) -> str | None:
+        steps, seen = f"{WHOLE} whole steps", self._seen
         told = [
-            f"rules.{number} ({_asked(rule)}) matched nothing that the first whole step saved; {_seen(rule, makers)}"
+            f"rules.{number} ({_asked(rule)}) matched nothing that {steps} saved; {_names(rule, seen)}"
             for number, rule in enumerate(self._policy.rules)
-            if not any(rule.matches(*maker) for maker in makers)
+            if not any(rule.matches(*maker) for maker in seen)
         ]
         if not told:
             return None
@@ -55,7 +66,7 @@ def _asked(rule: Rule) -> str:
     return ", ".join([*globs, f"action={rule.action}"])
 
 
-def _seen(rule: Rule, makers: Collection[tuple[str, str]]) -> str:
+def _names(rule: Rule, makers: Collection[tuple[str, str]]) -> str:
     ops, modules = ({maker[place] for maker in makers} - {""} for place in (0, 1))
     seen = [
         f"the nearest names of {what}: {', '.join(_nearest(glob, names))}" if names else f"no {what} were seen"

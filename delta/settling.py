@@ -31,7 +31,7 @@ class Settling:
         lets_go &= rec.stood_in_for or not self._ledger.supports_missing(record) or self._drops_source(rec)
         if lets_go:
             self._ledger.let_go(record)
-            self._candidates.missing(rec)
+            self._candidates.went_missing(rec)
         buried = self.bury([record]) if not lets_go or not rec.alive else []  # it may die of the release
         if lets_go and record in self._ledger:  # what was only an encoded form is forgotten at once
             return [Release(record), *buried]
@@ -53,7 +53,7 @@ class Settling:
         if not self._ledger.recoverable(record):
             return []
         self._ledger.let_go(record)
-        self._candidates.missing(rec)
+        self._candidates.went_missing(rec)
         return [Release(record)]
 
     def loose(self, record: int) -> None:
@@ -68,7 +68,7 @@ class Settling:
             return []
         self.loose(record)
         self._ledger.gone(record)
-        self._candidates.missing(self._ledger.records[record])
+        self._candidates.went_missing(self._ledger.records[record])
         return self.bury([record])
 
     def bury(self, records: Iterable[int]) -> list[Instruction]:

@@ -139,7 +139,7 @@ def parse_rate(text: str, *, what: str, error: type[DeltaError] = BudgetError) -
         raise error(f"{what}={text!r}: give bytes per second, such as 25GB/s or 12GiB/s")
     rate = parse_bytes(amount, what=what, error=error)
     if rate <= 0:
-        raise error(f"{what}={text!r}: a rate must be above 0; leave the option out for the link that the trace has")
+        raise error(f"{what}={text!r}: a rate must be above 0")
     return float(rate)
 
 

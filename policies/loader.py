@@ -19,8 +19,9 @@ from delta.errors import PolicyError
 DEFAULT = "delta"
 _SUFFIX = ".yaml"
 # What YAML's own makers of values raise besides YAMLError: for an impossible date or number, a text that is no
-# `!!bool`, an empty `!!int`, a text that is no `!!timestamp`, brackets a thousand deep.
-_NO_VALUE = (ValueError, LookupError, AttributeError, RecursionError)
+# `!!bool`, an empty `!!int`, a text that is no `!!timestamp`, a number in base 60 with too many places, a `!!set` that
+# is a list, brackets a thousand deep.
+_NO_VALUE = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 def names() -> list[str]:
@@ -116,7 +117,7 @@ def _parse(where: str, text: str) -> dict[str, Any]:
 def parse_value(text: str, what: str) -> object:
     """The value of a single key, given as YAML on a command line. `what` names it in messages. Raises PolicyError."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, *_NO_VALUE) as error:
         raise PolicyError(f"{what}: not a value in YAML: {_problem(error)}. Quotes make a text of it.") from None
 

@@ -177,7 +177,7 @@ def lose(ledger: Ledger, costs: Costs, record: int) -> None:
     if ledger[record].held:
         ledger.let_go(record)
     ledger.gone(record)
-    costs.missing(ledger[record])
+    costs.went_missing(ledger[record])
 
 
 def find(ledger: Ledger, costs: Costs, record: int) -> None:

@@ -114,15 +114,24 @@ def test_a_last_step_over_a_strict_budget_is_told_at_the_end_of_the_block() -> N
 
 
 # -- what never ends --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", ["delta", "recompute", "dtr"])
-def test_ops_that_save_nothing_are_not_remembered_for_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_that_save_nothing_are_not_remembered_for_ever(
+    name: str, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither at first nor when steps follow a routine."""
     monkeypatch.setattr("delta.learner.MOST_OPS", 100)
     frozen = nn.Linear(16, 16).requires_grad_(False)
     weight = nn.Parameter(torch.ones(8, 16))
     with delta.evict(activations="50%", policy=policy(name), device="cpu") as run:
+        if trained:
+            for _ in range(6):
+                ((torch.randn(8, 16).cos() * weight).sin() * weight).sum().backward()
         state = torch.randn(8, 16)
-        for _ in range(500):
+        for number in range(500):
             state = frozen(state).sin()
+            if number % 10 == 0:
+                torch.empty(0)  # makes nothing
         assert run._core is not None
         engine = run._core.engine
         assert len(engine.learner.log.ops) <= 100 and len(engine.learner.log.calls) <= 100

@@ -85,8 +85,8 @@ def test_a_name_is_known_only_once_it_is_registered():
     [
         (delta.register_score, "lru", len, "'lru' is a shipped score"),
         (delta.register_planner, "none", len, "'none' is a shipped planner"),
-        (delta.register_score, "", len, "the name of a score must be a string that is not empty, not ''"),
-        (delta.register_planner, 3, len, "the name of a planner must be a string that is not empty, not 3"),
+        (delta.register_score, "", len, "the name of a score must be a non-empty string, not ''"),
+        (delta.register_planner, 3, len, "the name of a planner must be a non-empty string, not 3"),
         (delta.register_score, "mine", 3, "the score 'mine' has to be callable, 3 is not"),
     ],
 )

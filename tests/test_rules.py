@@ -165,7 +165,7 @@ def test_a_plan_keeps_what_a_rule_keeps(plans):
 def test_a_rule_that_matches_nothing_is_told_once_with_the_nearest_names():
     text = told(under({"op": "aten.tanh", "action": "keep"}, {"op": "aten.native_dropuot.default", "action": "encode"}))
     assert text.startswith(
-        "rules.1 (op='aten.native_dropuot.default', action=encode) matched nothing that the first whole step saved; "
+        "rules.1 (op='aten.native_dropuot.default', action=encode) matched nothing that 4 whole steps saved; "
         "the nearest names of ops: aten.native_dropout, "
     )
     assert "rules.0" not in text
@@ -177,6 +177,16 @@ def test_a_module_that_no_rule_can_mean_is_told():
     text = told(under({"module": "boddy.*", "action": "keep"}, {"module": "head", "action": "keep"}, named=True))
     assert text.startswith("rules.0 (module='boddy.*', action=keep) matched nothing")
     assert "the nearest names of modules: body.2, body.1, head. Ops" in text
+
+
+def test_a_rule_for_a_kind_of_step_that_comes_later_matches():
+    nets = [nn.Sequential(nn.Linear(16, 16), act(), nn.Linear(16, 16)) for act in (nn.GELU, nn.Tanh)]
+    policy = delta.load_policy("delta", {"filter.min_bytes": 0, "rules": [{"op": "aten.tanh", "action": "keep"}]})
+    with delta.evict(activations="50%", policy=policy, device="cpu") as run:
+        for _ in range(4):
+            for net in nets:
+                net(torch.randn(8, 16)).square().sum().backward()
+    assert told(run.report()) == ""
 
 
 def test_rules_that_match_are_told_of_in_no_way():

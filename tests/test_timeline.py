@@ -18,7 +18,7 @@ FULL_HEADER = {"delta_timeline": 2, **HEADER}
 
 # One step of 0..10 µs under a budget of 100 bytes, then a little after its end.
 EVENTS_OF_A_STEP = [
-    Event(1000, "saved", {"record": 1, "nbytes": 80, "op": "aten.mm", "module": "head", "step": 0}),
+    Event(1000, "saved", {"record": 1, "nbytes": 80, "op": "aten.mm", "module": "head"}),
     Event(1000, "memory", {"resident_bytes": 80, "unevicted_bytes": 80, "limit_bytes": 100}),
     Event(2000, "evicted", {"record": 1, "nbytes": 80, "action": "swap"}),
     Event(3500, "copied", {"record": 1, "nbytes": 80, "direction": "out", "start_ns": 2000, "end_ns": 3500}),

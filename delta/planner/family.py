@@ -14,7 +14,7 @@ from math import ceil
 
 from delta.planner.estimate import Dims, Estimator, Form, Interval
 from delta.planner.steplog import Node, StepGraph
-from delta.types import Action, OpInfo
+from delta.types import Action
 from delta.units import Share
 
 SAMPLES = 16  # input sizes remembered of a family; the oldest is forgotten first
@@ -56,7 +56,7 @@ class Family:
         self._base = pruned(graph)
         self._min_bytes = min_bytes
         self._samples: dict[Dims, StepGraph] = {dims: self._base}
-        self.observed = 1  # input sizes, those forgotten since included
+        self.observed = 1  # first sights of an input size; one that was forgotten since counts again
         self._held = self._held_in(self._base)
         self._fit()
 
@@ -134,15 +134,7 @@ class Family:
         sizes = [most[kind] for kind in self._kind_of_node]
         nodes = tuple(self._sized(number, node, sizes[number]) for number, node in enumerate(base.nodes))
         ops = tuple(
-            OpInfo(
-                op.id,
-                op.name,
-                op.inputs,
-                op.outputs,
-                int(factor * point.monomials[term] * point.scale),
-                op.replayable,
-                op.overwrites,
-            )
+            replace(op, cost_ns=int(factor * point.monomials[term] * point.scale))
             for op, (term, factor) in zip(base.ops, self._rates, strict=True)
         )
         term, factor = self._length

@@ -393,7 +393,7 @@ class Player:
                         self._wait(self._coming[record])
                         self._poll()
                 case SwapIn(record):
-                    from_right = self.engine.from_right(self.engine.maker(record))
+                    from_right = self.engine.from_right(self.engine.op_name_of(record))
                     self._allocate(record, self.machine.nbytes[record], from_right)
                     self._coming[record] = self.machine.copy_in(record)
                     self.engine.transfers.coming()

@@ -69,8 +69,8 @@ def _cell(run: Run | None) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raises PlotError where `write_plot` cannot do anything, for want of plotly (`pip install 'delta-evict[plot]'`) or
-    of a place: before the runs, which may take minutes."""
+    """Raises PlotError where `write_plot` could not write its page, because plotly is missing or the place cannot be
+    written: before the runs, which may take minutes."""
     try:
         from plotly import graph_objects  # noqa: F401
     except ImportError as error:

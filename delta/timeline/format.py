@@ -78,7 +78,7 @@ _CHOICES = {"direction": ("out", "in"), "action": ("swap", "recompute", "encode"
 
 EVENTS: Mapping[str, Kind] = MappingProxyType(
     {
-        "saved": _kind("record nbytes", "op module step"),
+        "saved": _kind("record nbytes", "op module"),
         "evicted": _kind("record nbytes action"),
         "copied": _kind("record nbytes direction start_ns end_ns"),
         "recomputed": _kind("record nbytes start_ns end_ns", "op"),

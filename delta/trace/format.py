@@ -62,6 +62,7 @@ _HEADER_SINCE_3 = {"bookkeeping"}
 _LINK_SINCE_5 = {"copy_ns"}
 _IS: dict[str, Callable[[Any], bool]] = {
     "int": lambda value: type(value) is int and value >= 0,
+    # `isfinite` raises OverflowError for a whole number that no float can hold.
     "float": lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max,
     "str": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),
