@@ -22,8 +22,15 @@ def target_of(path: Path) -> Path:
     as a directory or a device, which must not be replaced."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise FileExistsError(errno.EEXIST, "there is something that is no regular file", str(path))
+        raise FileExistsError(errno.EEXIST, "there is something that is no regular file; give a file", str(path))
     return target
+
+
+def check_place(path: Path) -> None:
+    """OSError where `replace_file` could not write: to be told before what makes the content."""
+    folder = target_of(path).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, "give a file in a directory that exists and is writable", str(path))
 
 
 def replace_file(path: Path, content: bytes) -> None:

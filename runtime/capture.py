@@ -23,21 +23,22 @@ def heard_of_capture(core: Core) -> Iterator[None]:
     begin, end = graphs.capture_begin, graphs.capture_end
 
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-        core.capturing = True
+        core.capture(True)
         try:
             begin(graph, *args, **kwargs)
         except BaseException:
-            core.capturing = False
+            core.capture(False)
             raise
 
     def capture_end(graph: Any) -> None:
         try:
             end(graph)
         finally:
-            core.capturing = False
+            core.capture(False)
 
     graphs.capture_begin, graphs.capture_end = capture_begin, capture_end
     try:
         yield
     finally:
         graphs.capture_begin, graphs.capture_end = begin, end
+        core.capture(False)  # one that goes on after the block is none of its business

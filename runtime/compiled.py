@@ -78,7 +78,7 @@ class AnnouncedWrites:
     def _announced(self, tensors: Iterable[Tensor]) -> None:
         written = tuple(tensors)
         core = self._core
-        if not core.abandoned:
+        if not core.passes:
             with core:
                 plain = [tensor for tensor in written if is_plain(tensor)]
                 preserved = core.writes.begin(plain)

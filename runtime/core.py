@@ -133,6 +133,8 @@ class Core:
         self.closing = False
         self.abandoned = False  # this is a process forked from the one that the block belongs to
         self.capturing = False  # a CUDA graph is captured (`capture.py`)
+        self.passes = False  # hooks and recorder do nothing now
+        self._passes_for_ever = False
         self.next_id: Callable[[], int] = itertools.count().__next__
         self.by_key: dict[int, int] = {}  # storage identity -> record
         self.untimed: deque[tuple[int, Any]] = deque()  # ops whose times the device has not told yet
@@ -141,7 +143,6 @@ class Core:
         self.depth = 0
         self._collects = False
         self.owner = 0  # the thread that is in here; 0: none
-        self.let_pass = 0  # the thread where hooks and recorder do nothing any more, but have to stay; 0: none
         self._entered_ns = 0
         self._excluded_ns = 0
         self._step_began_ns = 0
@@ -154,14 +155,19 @@ class Core:
         The threads behind it are gone, a card cannot be used, and a lock may be held for ever."""
         if self.depth and self._collects:  # another thread was in here
             gc.enable()
-        self.abandoned, self.lock, self.depth = True, threading.RLock(), 0
-        self.owner = self.let_pass = threading.get_ident()
+        self.abandoned, self.lock, self.depth, self.owner = True, threading.RLock(), 0, 0
+        self.pass_for_ever()
         self.at_unpack = _refuse_in_child
 
-    @property
-    def passes(self) -> bool:
-        """Whether Delta does nothing now."""
-        return self.abandoned or self.capturing
+    def pass_for_ever(self) -> None:
+        """Hooks and recorder do nothing from here on, where nobody can take them off."""
+        self.passes = self._passes_for_ever = True
+
+    def capture(self, on: bool) -> None:
+        """A CUDA graph is captured from here on, or no longer."""
+        self.capturing, self.passes = on, on or self._passes_for_ever
+        if on:
+            self.device.enforce(False)  # nobody hears of an op that finds no memory
 
     # -- entering -------------------------------------------------------------------------------------------------
     def __enter__(self) -> None:
@@ -192,7 +198,7 @@ class Core:
     def _leave(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.owner = self.let_pass  # the recorder takes all of that thread's ops for Delta's own
+            self.owner = 0
             if self._collects:
                 gc.enable()
         self.lock.release()
@@ -208,10 +214,12 @@ class Core:
 
     def _drain(self) -> None:
         """Take in transfers that have ended, and what happened at times when the engine could not be told."""
+        if self.capturing:  # no event may be asked about
+            return
         inbox = self.inbox
         inbox.emptying = True  # what comes of a transfer waits for its turn
         try:
-            if self.swap.busy and not self.capturing:
+            if self.swap.busy:
                 self.swap.poll()
         finally:
             inbox.emptying = False
@@ -418,12 +426,12 @@ class Core:
             if engine.encodes:
                 self.encoder.offer(record, tensor)
         instructions = engine.saved(record, signature, now_ns, look)
-        if begins and self.clock.late and engine.learner.refines:
-            self.clock.hold_back(min(self._host_step_ns, _LONGEST_HOLD_NS))
-        self._note_moment()
-        if self.timeline.active:  # before it is told that the record has gone
-            self.emit_saved(record, rec.nbytes, rec.saved_at)
         try:
+            if begins and self.clock.late and engine.learner.refines:
+                self.clock.hold_back(min(self._host_step_ns, _LONGEST_HOLD_NS))
+            self._note_moment()
+            if self.timeline.active:  # before it is told that the record has gone
+                self.emit_saved(record, rec.nbytes, rec.saved_at)
             self.run(instructions)
         except BaseException:  # Ctrl-C: no handle comes of it that could die
             self.inbox.handles_died([record])
@@ -539,6 +547,7 @@ class Core:
         try:
             return self._outside(func, args, kwargs)
         except torch.OutOfMemoryError:
+            self._outside(gc.collect, (), {})
             self.rescue()
         set_back(generator, state)
         return self._outside(func, args, kwargs)
@@ -724,11 +733,6 @@ class Core:
         self.engine.raise_failed()
 
     # -- the end --------------------------------------------------------------------------------------------------
-    def stay_behind(self, thread: int) -> None:
-        """The block is about to end in another thread than this one, where nobody can take off hooks and recorder."""
-        with self:
-            self.let_pass = thread
-
     def close(self) -> None:
         """The block has ended: no thread stays. What handles still need stays until the last of them dies."""
         self.at_pack = self.at_unpack = _nothing

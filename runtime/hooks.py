@@ -52,7 +52,7 @@ class Hooks:
 
     def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | NotedTensor | Passed:
         core = self._core
-        if core.let_pass or not self._wanted(tensor):
+        if not self._wanted(tensor):
             return Passed(tensor)
         if core.engine.step_ends.needed:
             core.forward_again()

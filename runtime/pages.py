@@ -5,7 +5,6 @@ that is kept beside the page as JSON, or by running the page's own example. Test
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from delta.errors import DeltaError
-from delta.files import replace_file, target_of
+from delta.files import check_place, replace_file
 
 _PLACE = re.compile(r"(<!-- figure: (?P<name>[\w-]+) -->\n)(?P<content>.*?)(<!-- /figure -->)", re.DOTALL)
 _EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -99,11 +98,9 @@ def write_file(path: Path, content: str) -> None:
         raise DeltaError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def check_place(path: Path) -> None:
+def check_file(path: Path) -> None:
     """DeltaError where `write_file` cannot write: before the hours that make the content."""
     try:
-        folder = target_of(path).parent
-    except FileExistsError as error:
+        check_place(path)
+    except OSError as error:
         raise DeltaError(f"{path} cannot be written: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise DeltaError(f"{path} cannot be written: give a file in a directory that exists and is writable")

@@ -140,13 +140,15 @@ class evict(ContextDecorator):
         assert stack is not None
         elsewhere = self._hooks.all_elsewhere if self._hooks is not None else None
         if isinstance(error, torch.OutOfMemoryError) and self._core is not None:
-            _tell_what_was_held(error, self._core)
+            _tell_what_was_held(error, self._core, beside=self._activations is None)
         left_elsewhere = threading.get_ident() != self._thread
         if left_elsewhere and self._core is not None:
-            self._core.stay_behind(self._thread)
+            self._core.pass_for_ever()
         stack.close()
         if left_elsewhere:
-            raise DeltaError(_LEFT_ELSEWHERE)
+            if error is None or isinstance(error, GeneratorExit):  # whose notes nobody reads
+                raise DeltaError(_LEFT_ELSEWHERE)
+            error.add_note(_LEFT_ELSEWHERE)
         if error is not None and elsewhere is not None:
             error.add_note(elsewhere)
         if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
@@ -295,13 +297,16 @@ class evict(ContextDecorator):
         }
 
 
-def _tell_what_was_held(error: torch.OutOfMemoryError, core: Core) -> None:
-    """To whom an op found no memory for."""
+def _tell_what_was_held(error: torch.OutOfMemoryError, core: Core, beside: bool) -> None:
+    """Add to the error of an op that found no memory. `beside`: the limit counts what ops make beside activations."""
     held_bytes = core.engine.ledger.resident_bytes + core.watch.resident_bytes
     if held_bytes:
+        other = (
+            "" if beside else ", or budget= in place of activations=, which counts what ops make beside them as well"
+        )
         error.add_note(
-            f"{format_bytes(held_bytes)} of it were saved activations, as far as Delta knows. Give delta.evict a lower "
-            "limit, or budget= instead of activations=, which counts what ops make beside them as well"
+            f"{format_bytes(held_bytes)} of the device's memory were saved activations, as far as Delta knows. Give "
+            f"delta.evict a lower limit{other}"
         )
 
 

@@ -45,7 +45,7 @@ class Switch:
 
     def follow(self) -> None:
         """Do as the engine and the tracer want, if the stack allows it now."""
-        if self._elsewhere():
+        if self._core.passes or self._elsewhere():
             return
         learner = self._core.engine.learner
         as_planned = learner.routine is not None and learner.packs >= 2 and self._core.may_watch
@@ -58,13 +58,13 @@ class Switch:
     def compiles(self) -> None:
         """Code is compiled. Nobody hears of what that finds no memory for, as of weights that FSDP gathers."""
         self._compiles = True
-        if not self._core.abandoned:
+        if not self._core.passes:
             self._core.device.enforce(False)
 
     def optimizer_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer has a dozen ops for each parameter, all in place: with nothing recorded that they could spoil,
         nobody has to see them. A closure is forward and backward once more, and they have to be seen."""
-        if self._core.abandoned or self._elsewhere():
+        if self._core.passes or self._elsewhere():
             return
         if self._in_backward_unseen:
             self._begin_writes([tensor for group in optimizer.param_groups for tensor in group["params"]])
@@ -76,7 +76,7 @@ class Switch:
 
     def optimizer_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What comes next may be recorded again."""
-        if self._core.abandoned or self._elsewhere():
+        if self._core.passes or self._elsewhere():
             return
         self._end_writes()
         self.follow()
@@ -149,8 +149,8 @@ class Switch:
             yield
         finally:
             self._in_backward_unseen = False
-            self._end_writes()  # of one that failed midway, and backward with it
             torch._C._push_on_torch_dispatch_stack(self._recorder)
+            self._end_writes()  # of one that failed midway, and backward with it
 
     def step_aside(self) -> None:
         """In backward: take the recorder off for the rest of the node that is running. So nobody hears there of an op

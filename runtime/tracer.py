@@ -13,7 +13,6 @@ To see backward's ops, a dispatch mode has to be on the stack while backward run
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.errors import TraceError
-from delta.files import bare_name, target_of
+from delta.files import bare_name, check_place
 from delta.runtime import cudnn
 from delta.runtime.hooks import Hooks, Passed
 from delta.runtime.opfacts import OpFacts, facts_of
@@ -237,13 +236,6 @@ def _in_backward() -> bool:
 def _check_place(path: Path) -> None:
     """A path that cannot be written is told before the first step."""
     try:
-        parent = target_of(path).parent
-    except FileExistsError as error:
-        raise _unwritable(path, f": {error.strerror}") from error
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise _unwritable(path)
-
-
-def _unwritable(path: Path, why: str = "") -> TraceError:
-    hint = "give a file in a directory that exists and is writable"
-    return TraceError(f"trace={str(path)!r}: cannot be written{why}; {hint}")
+        check_place(path)
+    except OSError as error:
+        raise TraceError(f"trace={str(path)!r}: cannot be written: {error.strerror}") from error

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import delta
+from delta.runtime.core import Core
 from delta.runtime.swap import Swap
 
 pytestmark = [
@@ -49,7 +50,7 @@ def trained(model: nn.Module, graph: object, run: delta.evict | None = None) -> 
 
 
 @pytest.mark.parametrize("policy", ["delta", "recompute", "swap"])
-def test_what_is_captured_passes_and_the_rest_goes_on(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_captured_passes_and_the_rest_goes_on(policy: str) -> None:
     torch.manual_seed(0)
     model, graph = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(32, 32), nn.Tanh()))), object()
     torch.manual_seed(0)
@@ -62,17 +63,54 @@ def test_what_is_captured_passes_and_the_rest_goes_on(policy: str, monkeypatch: 
     assert sum(run.report().evictions.values()) > 0
 
 
-def test_no_transfer_is_asked_about_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_no_event_is_asked_about_and_nothing_refused_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of transfers nor of ops, though a handle dies and an optimizer steps: they are asked about afterwards."""
+    asked, enforced = [], []
     monkeypatch.setattr(Swap, "busy", True)
     monkeypatch.setattr(Swap, "poll", lambda swap: asked.append(swap._core.capturing))
-    with delta.evict(activations="30%", device="cpu") as run:
-        assert run._core is not None
+    monkeypatch.setattr(Core, "time_ops", lambda core, wait: asked.append(core.capturing))
+    monkeypatch.setattr(Core, "find_used", lambda core: None)
+    before = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
+    weight = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with delta.evict(activations="0%", policy=delta.load_policy("recompute", {"filter.min_bytes": 0})) as run:
+        core = run._core
+        assert core is not None
+        weight.mul(2).sin().sum().backward()
+        core.untimed.append((-1, None))
+        held = weight.mul(2).sin()
         torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
-        run._core.hear()
+        monkeypatch.setattr(core.device, "enforce", enforced.append)
+        asked.clear()
+        del held
+        optimizer.step()
+        core.hear()
+        assert not asked and True not in enforced
         torch.cuda.CUDAGraph.capture_end(object())  # type: ignore[arg-type]
-        run._core.hear()
-    assert asked and not any(asked)
+        core.hear()
+        assert asked and not any(asked)
+        core.untimed.clear()
+    assert (torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end) == before
+
+
+def test_a_write_that_is_announced_meanwhile_makes_no_record() -> None:
+    weight = nn.Parameter(torch.ones(64))
+    with delta.evict(activations="0%", policy=delta.load_policy("recompute", {"filter.min_bytes": 0})) as run:
+        assert run._core is not None
+        source = weight.detach() * 3
+        kept = source.sin() * weight
+        known = set(run._core.slots)
+        torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
+        torch._C._increment_version((source,))
+        torch.cuda.CUDAGraph.capture_end(object())  # type: ignore[arg-type]
+        assert set(run._core.slots) <= known
+        del kept
+
+
+def test_a_capture_that_goes_on_after_the_block_is_none_of_its_business() -> None:
+    with delta.evict(activations="30%", device="cpu") as run:
+        torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
+    assert run._core is not None and not run._core.passes
 
 
 def test_a_capture_that_cannot_begin_is_none() -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -719,7 +719,9 @@ def test_a_block_left_in_another_thread_says_so_and_does_nothing_more(activation
 
         in_another_thread(leaves)
         saved = run._core.engine.ledger.handles + run._core.watch.count
+        known = set(run._core.slots)
         after = gradient()
+        assert set(run._core.slots) <= known
         assert run._core.engine.ledger.handles + run._core.watch.count == saved > 0
         assert torch.equal(after(), expected) and torch.equal(before(), expected)
         del before, after
@@ -732,3 +734,22 @@ def test_a_block_left_in_another_thread_says_so_and_does_nothing_more(activation
     in_another_thread(enters_and_stays)
     assert len(told) == 2
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_an_exception_that_leaves_a_block_in_another_thread_stays_what_it_is():
+    told = []
+
+    def enters_and_stays():
+        run = block(activations="50%", device="cpu")
+        run.__enter__()
+
+        def leaves():
+            with pytest.raises(ValueError, match="of the model") as caught, ExitStack() as stack:
+                stack.push(run.__exit__)
+                raise ValueError("of the model")
+            told.extend(caught.value.__notes__)
+
+        in_another_thread(leaves)
+
+    in_another_thread(enters_and_stays)
+    assert ["in the thread that entered it" in note for note in told] == [True]

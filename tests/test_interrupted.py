@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import delta
+from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.device.worker import Worker
 
 pytestmark = [
@@ -60,7 +61,8 @@ def swapping(model: nn.Module) -> delta.evict:
 
 
 def left_behind(run: delta.evict) -> tuple[int, int]:
-    assert run._core is not None
+    assert run._core is not None and isinstance(run._core.device, CpuDevice)
+    assert run._core.device._lane.coming_bytes == 0
     return run._core.engine.ledger.handles, run._core.device.host_bytes()
 
 

@@ -39,6 +39,7 @@ TRANSPOSED = (*CONVOLVED[:6], True, *CONVOLVED[7:])
         (aten.index_put.default, (None, [], None, True), "cpu", False, False, False),
         (aten.put_.default, (None, None, None, True), "cpu", False, False, False),
         (aten.index_put.default, (None, [], None), "cuda", False, False, False),
+        (aten._unsafe_masked_index_put_accumulate.default, (), "cpu", False, False, False),
         (aten.scatter_add.default, (), "cpu", False, False, True),
         (aten.scatter_add.default, (), "cuda", False, False, False),
     ],

@@ -12,6 +12,7 @@ import delta
 from delta.config import Policy
 from delta.errors import PolicyError
 from delta.policies import load, names, schema
+from delta.runtime import session
 from delta.runtime.device.cpu import CpuDevice
 from delta.types import Action, Cost, Leftover
 
@@ -286,12 +287,16 @@ def test_delta_policies_is_package_and_function(first):
     assert done.stdout.strip() == f"{SHIPPED} keep"
 
 
-@pytest.mark.parametrize(("name", "asked"), [("recompute", False), ("swap", True), ("keep", False)])
-def test_the_link_is_measured_where_something_may_be_swapped(name, asked, monkeypatch):
-    probes = []
-    real = CpuDevice.bandwidth
+@pytest.mark.parametrize(
+    ("name", "activations", "asked"),
+    [("recompute", "50%", False), ("swap", "50%", True), ("keep", "50%", False), ("swap", None, False)],
+)
+def test_the_link_is_measured_where_something_may_be_swapped(name, activations, asked, monkeypatch):
+    probes, links = [], []
+    real, engine = CpuDevice.bandwidth, session.Engine
     monkeypatch.setattr(CpuDevice, "bandwidth", lambda device: probes.append(1) or real(device))
     monkeypatch.setattr(CpuDevice, "interference", lambda device: 0.5)
-    with delta.evict(activations="50%", policy=name, device="cpu"):
+    monkeypatch.setattr(session, "Engine", lambda *given, **more: links.append(given[2]) or engine(*given, **more))
+    with delta.evict(activations=activations, policy=name, device="cpu"):
         pass
-    assert bool(probes) is asked
+    assert bool(probes) is (links[0].interference == 0.5) is asked

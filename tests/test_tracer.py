@@ -562,7 +562,7 @@ def test_training_goes_on_as_before(name: str, tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "step.jsonl"):
         with (
-            pytest.raises(TraceError, match=r"cannot be written.*; give a file in a directory"),
+            pytest.raises(TraceError, match=r"cannot be written: .*give a file"),
             delta.evict(trace=path),
         ):
             pass

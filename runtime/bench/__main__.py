@@ -35,7 +35,7 @@ from delta.runtime.bench.result import BenchResult, ModelResult
 from delta.runtime.command import run_app
 from delta.runtime.demo import DemoOptions
 from delta.runtime.facts import machine_facts
-from delta.runtime.pages import check_place, read_page, to_json, write_file
+from delta.runtime.pages import check_file, read_page, to_json, write_file
 from delta.runtime.zoo import ZOO
 
 _NAME = "scripts/bench"
@@ -87,7 +87,7 @@ def compare(
     if context.invoked_subcommand is not None:
         return
     if picture is not None:
-        check_place(picture)
+        check_file(picture)
         write_file(picture, draw_two_runs(DemoOptions(steps=steps or QUICK_STEPS, threads=threads, device=device)))
         return
     if result:
@@ -124,7 +124,7 @@ def compare(
 def _check_places(save: Path | None, write_docs: bool, options: BenchOptions | LargestOptions) -> None:
     """What cannot be written in the end is told before the first process."""
     if save is not None:
-        check_place(save)
+        check_file(save)
     if write_docs:
         _refuse_quick(options.quick)
         read_page(Path(page(options.device)))
