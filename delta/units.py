@@ -132,6 +132,13 @@ class _Reader:
         return Share(fraction + 0.0)  # "-0%" is 0%
 
 
+def at_least_one(**given: int) -> None:
+    """Raises DeltaError, with its name, for a number below 1."""
+    for name, number in given.items():
+        if number < 1:
+            raise DeltaError(f"{name}={number}: must be at least 1")
+
+
 def parse_rate(text: str, *, what: str, error: type[DeltaError] = BudgetError) -> float:
     """Read bytes per second: ``"25GB/s"``. Raises ``error``."""
     amount, slash, second = text.partition("/")

@@ -19,7 +19,7 @@ from delta.policies.loader import load
 from delta.runtime.demo_model import GptConfig
 from delta.runtime.demo_process import WorkerProcess
 from delta.runtime.demo_worker import Spec
-from delta.units import parse_size
+from delta.units import at_least_one, parse_size
 
 _HEADS = 8
 _WARM_UP_STEPS = 2  # first-touch page faults, and Delta observing: left out of the times
@@ -44,9 +44,7 @@ class DemoOptions:
     interleave: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "threads"):
-            if getattr(self, name) < 1:
-                raise DeltaError(f"{name}={getattr(self, name)}: must be at least 1")
+        at_least_one(steps=self.steps, batch=self.batch, threads=self.threads)
         GptConfig(layers=self.layers, width=self.width, heads=_HEADS, seq=self.seq)
         parse_size(self.activations, what="activations", error=BudgetError)
         load(self.policy)

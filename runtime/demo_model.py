@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from delta.errors import DeltaError
+from delta.units import at_least_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,7 @@ class GptConfig:
     vocabulary: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "seq", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise DeltaError(f"{name}={getattr(self, name)}: must be at least 1")
+        at_least_one(layers=self.layers, width=self.width, heads=self.heads, seq=self.seq, vocabulary=self.vocabulary)
         if self.width % self.heads:
             raise DeltaError(f"width={self.width}: must be a multiple of the {self.heads} attention heads")
 
@@ -112,8 +111,7 @@ class Batches:
     """Random windows of a text. Batch ``index`` is the same in every process that gives the same seed."""
 
     def __init__(self, text: bytes, *, batch: int, seq: int, seed: int) -> None:
-        if batch < 1:
-            raise DeltaError(f"batch={batch}: must be at least 1")
+        at_least_one(batch=batch)
         if len(text) <= seq + 1:
             raise DeltaError(f"seq={seq}: the text has only {len(text)} bytes, give a shorter sequence")
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -13,13 +13,13 @@ from typing import Annotated
 
 import typer
 
-from delta.errors import BudgetError, DeltaError
+from delta.errors import BudgetError
 from delta.runtime.command import run_app
 from delta.runtime.pages import facts_list, read_page, table, to_json, write_filled
 from delta.runtime.predict_measure import Prediction, Row, base_spec, evicting, on_this_device, predict
 from delta.runtime.zoo import CPU_MODELS
 from delta.text import aligned
-from delta.units import format_bytes, parse_size
+from delta.units import at_least_one, format_bytes, parse_size
 
 _NAME = "scripts/predict"
 PAGE = Path("docs/predicted.md")
@@ -69,9 +69,7 @@ def main(
 
 def _refuse(policies: Sequence[str], activations: str, **numbers: int) -> None:
     """What cannot be is told before the first process."""
-    for name, number in numbers.items():
-        if number < 1:
-            raise DeltaError(f"{name}={number}: must be at least 1")
+    at_least_one(**numbers)
     parse_size(activations, what="activations", error=BudgetError)
     for name in policies:
         on_this_device(name)

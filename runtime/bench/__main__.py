@@ -37,6 +37,7 @@ from delta.runtime.demo import DemoOptions
 from delta.runtime.facts import machine_facts
 from delta.runtime.pages import check_file, read_page, to_json, write_file
 from delta.runtime.zoo import ZOO
+from delta.units import at_least_one
 
 _NAME = "scripts/bench"
 _FEWEST = 10  # storages
@@ -233,7 +234,7 @@ def hot_path(
     as_json: AsJson = False,
 ) -> None:
     """What Delta's Python costs for each op, each pack and unpack, and each decision to evict."""
-    _refuse_none(ops=ops, rounds=rounds)
+    at_least_one(ops=ops, rounds=rounds)
     measured = hot.measure(ops, rounds)
     typer.echo(str(measured))
     if as_json:
@@ -246,7 +247,7 @@ def decisions(
     evictions: Annotated[int, typer.Option(help="For each number.")] = 2000,
 ) -> None:
     """What an eviction costs the engine, by how many storages are live, for each score and each way to count costs."""
-    _refuse_none(evictions=evictions)
+    at_least_one(evictions=evictions)
     for line in lines(_numbers(live, "live"), evictions):
         typer.echo(line)
 
@@ -259,12 +260,6 @@ def planning(
     """How long a plan takes, at once and searched, and what it costs the step, by how many storages that saves."""
     for line in plans.table(_numbers(storages, "storages"), policy):
         typer.echo(line)
-
-
-def _refuse_none(**given: int) -> None:
-    for name, number in given.items():
-        if number < 1:
-            raise DeltaError(f"{name}={number}: must be at least 1")
 
 
 def _numbers(text: str, name: str) -> list[int]:

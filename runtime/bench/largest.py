@@ -26,7 +26,7 @@ from delta.runtime.device.cuda import RESERVED_RATIO
 from delta.runtime.side_by_side import SETTLING_STEPS, STEPS_BEFORE
 from delta.runtime.tracing import plain_spec
 from delta.runtime.ways import unavailable
-from delta.units import Bytes, parse_size
+from delta.units import Bytes, at_least_one, parse_size
 
 PLAIN = "plain"
 SHARE = 0.9  # of plain's samples per second: what the papers' tables hold a batch to
@@ -54,9 +54,7 @@ class LargestOptions:
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "most", "threads"):
-            if getattr(self, name) < 1:
-                raise DeltaError(f"{name}={getattr(self, name)}: must be at least 1")
+        at_least_one(steps=self.steps, most=self.most, threads=self.threads)
         if not isinstance(parse_size(self.limit, what="limit", error=BudgetError), Bytes):
             raise DeltaError(f"limit={self.limit!r}: give bytes, such as 8GiB")
         if unknown := [way for way in self.ways if way not in OTHERS]:

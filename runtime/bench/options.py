@@ -10,7 +10,7 @@ from delta.errors import BudgetError, DeltaError
 from delta.policies.loader import load
 from delta.runtime import zoo
 from delta.runtime.zoo import CPU_MODELS, ZOO
-from delta.units import parse_size
+from delta.units import at_least_one, parse_size
 
 PLAIN = "plain"
 BUDGETED = ("delta", "compile")  # ways that are measured once for each budget
@@ -55,9 +55,7 @@ class BenchOptions:
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "threads"):
-            if getattr(self, name) < 1:
-                raise DeltaError(f"{name}={getattr(self, name)}: must be at least 1")
+        at_least_one(steps=self.steps, threads=self.threads)
         unknown = [way for way in self.ways if way not in CUDA_WAYS]
         if unknown:
             raise DeltaError(f"way={unknown[0]!r}: known are {', '.join(CUDA_WAYS)}")
