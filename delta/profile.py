@@ -76,8 +76,8 @@ def with_beside(graph: StepGraph, beside: Beside) -> StepGraph:
 
 def refine(old: StepGraph, new: StepGraph) -> StepGraph:
     """The newer step with, for each op, the least cost seen and, for each storage, the longest stay; the newer step
-    alone if the ops differ."""
-    if [op.name for op in old.ops] != [op.name for op in new.ops]:
+    alone if the ops differ, or it saved more or fewer."""
+    if len(old.saved) != len(new.saved) or [op.name for op in old.ops] != [op.name for op in new.ops]:
         return new
     ops = tuple(
         replace(fresh, cost_ns=min(fresh.cost_ns, known.cost_ns)) for fresh, known in zip(new.ops, old.ops, strict=True)

@@ -402,7 +402,7 @@ class Core:
         lets go of it is of no interest."""
         self.device.computes()
         record = self.known(tensor)
-        if record is not None and self.filled_unseen(record, tensor):
+        if record is not None and (self.filled_unseen(record, tensor) or self._copied_before(record)):
             self.writes.settle(self.writes.end([tensor], self.writes.begin([tensor])))
             record = self.known(tensor)
         if record is None:
@@ -442,6 +442,14 @@ class Core:
         """Whether the recipe of a record that is saved may not give what is there."""
         recipe = self.slots[record].recipe
         return recipe is not None and filled_unseen(recipe.facts, tensor)
+
+    def _copied_before(self, record: int) -> bool:
+        """Whether a copy of what is saved once more may be older than what is there. A formula of backward that is
+        differentiated writes between its saves into what it has made (that of `nn.LSTM`), and nobody sees its ops."""
+        rec = self.engine.ledger.records[record]
+        copied = rec.host is not Host.NONE or rec.encoded_bytes > 0 or rec.being_encoded
+        unseen = torch._C._len_torch_dispatch_stack() == self.modes_below
+        return copied and unseen and torch._C._current_graph_task_id() != -1
 
     def _note_moment(self) -> None:
         """The engine was told of a save or a need; when that is on the device is of interest where the step may be

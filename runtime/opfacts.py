@@ -90,6 +90,7 @@ class OpFacts:
     view: bool  # its results share an input's storage and nothing is written
     unfilled: bool
     in_place: OpOverload | None
+    writes_lists: bool  # of tensors, into which PyTorch counts no writes under a dispatch mode
     idle: bool  # a view, or it gives no tensor at all (a number, a mark for the profiler) and writes none
     writes: bool
 
@@ -173,6 +174,11 @@ def _facts(func: OpOverload) -> OpFacts:
         view=view,
         unfilled=func.namespace == "aten" and short in _UNFILLED,
         in_place=_in_place(func) if may and not mutates and torch.Tag.pointwise in tags else None,
+        writes_lists=not short.startswith("_fused_")  # which count none anywhere
+        and any(
+            argument.alias_info is not None and argument.alias_info.is_write and "List" in str(argument.type)
+            for argument in schema.arguments
+        ),
         idle=view or not (mutates or statistics or any("Tensor" in str(result.type) for result in schema.returns)),
         writes=bool(mutates or statistics),
     )

@@ -25,6 +25,7 @@ from delta.runtime.generators import drawn_from, set_back
 from delta.runtime.note import Note
 from delta.runtime.opfacts import KNOWN, OpFacts, facts_of
 from delta.runtime.recompute import Input, Product, Recipe, Scratch, results_of, strip
+from delta.runtime.versions import count_write
 from delta.runtime.view import View, is_plain
 from delta.types import Kind, OpInfo
 
@@ -76,7 +77,7 @@ class Recorder(TorchDispatchMode):
             core.device.enforce(False)  # until the next save: what it is refused it does not say
         learner = core.engine.learner
         if torch._C._current_graph_task_id() != -1:
-            watched, keep_track = facts.writes and core.has_recipes, False
+            watched, keep_track = facts.writes and (learner.in_step or core.has_recipes), False
         elif torch.is_grad_enabled():
             if core.engine.step_ends.needed:
                 core.forward_again()
@@ -98,11 +99,14 @@ class Recorder(TorchDispatchMode):
         if facts.seeded:
             generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
         try:  # nobody will ask for what it makes
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except torch.OutOfMemoryError:
             core.rescue()
-        set_back(generator, state)
-        return func(*args, **kwargs)
+            set_back(generator, state)
+            result = func(*args, **kwargs)
+        if facts.writes_lists:
+            count_write(tensors_written(facts, (), args, kwargs))
+        return result
 
     def _minds(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether something depends on what the op overwrites."""
@@ -129,6 +133,8 @@ class Recorder(TorchDispatchMode):
             except BaseException:
                 core.writes.failed(written, preserved)
                 raise
+            if facts.writes_lists:
+                count_write(written)
             core.own_time(time.perf_counter_ns() - began_ns)
             core.writes.settle(core.writes.end(written, preserved))
             if keep_track:
@@ -153,6 +159,8 @@ class Recorder(TorchDispatchMode):
             except BaseException:
                 core.writes.failed(written, preserved)
                 raise
+            if facts.writes_lists:
+                count_write(written)
             token = core.clock.stop(mark) if known_ns is None else None
             core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)

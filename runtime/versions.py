@@ -6,6 +6,7 @@ bytes can be put under it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -14,6 +15,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView  # where aliases get the counter of their base
+
+
+_increment = torch._C._increment_version  # while a block is open another one stands there (`AnnouncedWrites`)
+
+
+def count_write(tensors: Iterable[Tensor]) -> None:
+    """Somebody has written into these."""
+    _increment(tensors)
 
 
 def counter_of(tensor: Tensor) -> Tensor:

@@ -302,6 +302,8 @@ def test_refine_keeps_the_newer_step_with_the_least_costs(learner, planner):
     assert found.end_ns == 77
     other = replace(newer, ops=newer.ops[:2])
     assert refine(old, other) is other
+    fewer = replace(newer, saved=newer.saved[:-1], floats_to=newer.floats_to[:-1])
+    assert refine(old, fewer) is fewer, "positions of the longer one would lie behind its end"
 
 
 # -- a step without an end --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from test_kept import gradients
 from test_noted import KEEP, RECOMPUTE, SWAP, counted, nothing_left, planned
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import delta
 from delta.record import Host
@@ -291,3 +292,56 @@ def test_what_went_is_saved_again_when_nobody_could_ask_any_more() -> None:
         del found
         nothing_left(core)
     assert same(gradients(net), expected)
+
+
+# -- what formulas of backward write between their saves --------------------------------------------------------------
+@pytest.mark.parametrize("activations", ["0%", "50%"])
+@pytest.mark.parametrize("name", ["delta", "swap", "recompute", "capuchin"])
+def test_the_gradient_of_a_gradient_of_an_lstm(name, activations):
+    """Its formula writes into chunks of one storage, and saves that after each write."""
+
+    def gradients():
+        torch.manual_seed(0)
+        lstm = nn.LSTM(8, 8)
+        found = []
+        for _ in range(7):
+            out, _ = lstm(torch.randn(6, 1, 8))
+            slopes = torch.autograd.grad(out.square().mean(), list(lstm.parameters()), create_graph=True)
+            sum(slope.square().sum() for slope in slopes).backward()
+            found += [parameter.grad.clone() for parameter in lstm.parameters()]
+            lstm.zero_grad()
+        return found
+
+    plain = gradients()
+    with delta.evict(activations=activations, policy=delta.load_policy(name, {"filter.min_bytes": 0}), device="cpu"):
+        evicted = gradients()
+    assert all(map(torch.equal, plain, evicted))
+
+
+@pytest.mark.parametrize("activations", ["0%", "50%", "80%"])
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
+@pytest.mark.parametrize("name", ["delta", "swap", "monet", "recompute"])
+def test_a_cell_inside_a_checkpoint_that_runs_again_in_backward(name, cell, activations):
+    """It writes into chunks of one storage there, beside copies of it that have begun."""
+
+    def gradients():
+        torch.manual_seed(0)
+        inner, before, found = cell(8, 8), nn.Linear(8, 8), []
+
+        def unrolled(x):
+            state = x if cell is nn.GRUCell else (x, x)
+            for _ in range(3):
+                state = inner(x, state)
+            return state if cell is nn.GRUCell else state[0]
+
+        for _ in range(12):
+            checkpoint(unrolled, before(torch.randn(6, 8)), use_reentrant=True).square().mean().backward()
+            found += [parameter.grad.clone() for parameter in (*inner.parameters(), *before.parameters())]
+            inner.zero_grad()
+            before.zero_grad()
+        return found
+
+    plain = gradients()
+    with delta.evict(activations=activations, policy=delta.load_policy(name, {"filter.min_bytes": 0}), device="cpu"):
+        evicted = gradients()
+    assert all(map(torch.equal, plain, evicted))
