@@ -126,15 +126,9 @@ class Recorder(TorchDispatchMode):
         written = tensors_written(facts, facts.statistics_written(args), args, kwargs)
         with core:
             preserved = core.writes.begin(written)
-            generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
+            drawn = drawn_from(facts, args, kwargs, core.device.torch_device)
             began_ns = time.perf_counter_ns()
-            try:
-                result = core.rescued(func, args, kwargs, generator, state)
-            except BaseException:
-                core.writes.failed(written, preserved)
-                raise
-            if facts.writes_lists:
-                count_write(written)
+            result = self._run(func, facts, args, kwargs, drawn, written, preserved)
             core.own_time(time.perf_counter_ns() - began_ns)
             core.writes.settle(core.writes.end(written, preserved))
             if keep_track:
@@ -151,16 +145,10 @@ class Recorder(TorchDispatchMode):
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
             preserved = core.writes.begin(written) if written else set()
-            generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
+            generator, state = drawn = drawn_from(facts, args, kwargs, core.device.torch_device)
             refusals = facts.refusals(core.device)
             began_ns, mark = time.perf_counter_ns(), core.clock.start() if known_ns is None else None
-            try:
-                result = core.rescued(func, args, kwargs, generator, state)
-            except BaseException:
-                core.writes.failed(written, preserved)
-                raise
-            if facts.writes_lists:
-                count_write(written)
+            result = self._run(func, facts, args, kwargs, drawn, written, preserved)
             token = core.clock.stop(mark) if known_ns is None else None
             core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)
@@ -179,6 +167,27 @@ class Recorder(TorchDispatchMode):
             if routine is None:
                 core.engine.called(func, made=bool(products))
             core.writes.settle(new_versions)
+        return result
+
+    def _run(
+        self,
+        func: OpOverload,
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        drawn: tuple[torch.Generator | None, Tensor | None],
+        written: Sequence[Tensor],
+        preserved: set[int],
+    ) -> Any:
+        """Run an op within the core. One that raises may have written into some of what it was to write."""
+        core = self._core
+        try:
+            result = core.rescued(func, args, kwargs, *drawn)
+        except BaseException:
+            core.writes.failed(written, preserved)
+            raise
+        if facts.writes_lists:
+            count_write(written)
         return result
 
     def _note(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

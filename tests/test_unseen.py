@@ -295,6 +295,14 @@ def test_what_went_is_saved_again_when_nobody_could_ask_any_more() -> None:
 
 
 # -- what formulas of backward write between their saves --------------------------------------------------------------
+def same_under(name: str, activations: str, numbers: Callable[[], list[Tensor]]) -> bool:
+    """Whether a training has plain PyTorch's numbers under that policy and limit."""
+    plain = numbers()
+    with delta.evict(activations=activations, policy=delta.load_policy(name, {"filter.min_bytes": 0}), device="cpu"):
+        evicted = numbers()
+    return all(map(torch.equal, plain, evicted))
+
+
 @pytest.mark.parametrize("activations", ["0%", "50%"])
 @pytest.mark.parametrize("name", ["delta", "swap", "recompute", "capuchin"])
 def test_the_gradient_of_a_gradient_of_an_lstm(name, activations):
@@ -312,10 +320,7 @@ def test_the_gradient_of_a_gradient_of_an_lstm(name, activations):
             lstm.zero_grad()
         return found
 
-    plain = gradients()
-    with delta.evict(activations=activations, policy=delta.load_policy(name, {"filter.min_bytes": 0}), device="cpu"):
-        evicted = gradients()
-    assert all(map(torch.equal, plain, evicted))
+    assert same_under(name, activations, gradients)
 
 
 @pytest.mark.parametrize("activations", ["0%", "50%", "80%"])
@@ -341,7 +346,4 @@ def test_a_cell_inside_a_checkpoint_that_runs_again_in_backward(name, cell, acti
             before.zero_grad()
         return found
 
-    plain = gradients()
-    with delta.evict(activations=activations, policy=delta.load_policy(name, {"filter.min_bytes": 0}), device="cpu"):
-        evicted = gradients()
-    assert all(map(torch.equal, plain, evicted))
+    assert same_under(name, activations, gradients)
