@@ -446,10 +446,10 @@ class Core:
     def _copied_before(self, record: int) -> bool:
         """Whether a copy of what is saved once more may be older than what is there. A formula of backward that is
         differentiated writes between its saves into what it has made (that of `nn.LSTM`), and nobody sees its ops."""
+        if torch._C._current_graph_task_id() == -1 or torch._C._len_torch_dispatch_stack() != self.modes_below:
+            return False
         rec = self.engine.ledger.records[record]
-        copied = rec.host is not Host.NONE or rec.encoded_bytes > 0 or rec.being_encoded
-        unseen = torch._C._len_torch_dispatch_stack() == self.modes_below
-        return copied and unseen and torch._C._current_graph_task_id() != -1
+        return rec.host is not Host.NONE or rec.encoded_bytes > 0 or rec.being_encoded
 
     def _note_moment(self) -> None:
         """The engine was told of a save or a need; when that is on the device is of interest where the step may be
@@ -734,11 +734,13 @@ class Core:
     def raise_warnings(self) -> None:
         """Tell the user what the engine wants to warn of, or makes an error. Only from the user's own calls, when what
         the engine asked for has been done: a warning may be an error, too, and training may go on after it."""
-        told = self.engine.totals.warnings
+        totals = self.engine.totals
+        told = totals.warnings
         while self._warned < len(told):
             self._warned += 1
             warnings.warn(told[self._warned - 1], RuntimeWarning, stacklevel=2)
-        self.engine.raise_failed()
+        if totals.failed is not None:
+            self.engine.raise_failed()
 
     # -- the end --------------------------------------------------------------------------------------------------
     def close(self) -> None:
