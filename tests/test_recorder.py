@@ -23,7 +23,7 @@ from delta.runtime.device import make_device
 from delta.runtime.persistent import Persistent
 from delta.runtime.recorder import Recorder
 from delta.timeline import Timeline
-from delta.types import Kind, Link
+from delta.types import AwaitOut, Kind, Link, Preserve
 from delta.units import Bytes
 
 
@@ -348,6 +348,16 @@ def test_times_that_nobody_asks_for_are_not_kept_for_ever(core, monkeypatch):
     with Recorder(core):
         kept = [x.sin() for _ in range(50)]
     assert len(kept) == 50 and len(core.untimed) <= 9
+
+
+def test_a_copy_out_that_fails_while_a_write_waits_is_asked_about_again(core, monkeypatch):
+    """The engine had seen a copy on its way, and wanted no clone."""
+    answers, ran = [[], [Preserve(7)], [AwaitOut(7)]], []
+    monkeypatch.setattr(core, "known", lambda tensor: 7)
+    monkeypatch.setattr(core.engine, "before_overwrite", lambda record, in_backward: answers.pop())
+    monkeypatch.setattr(core, "run", ran.extend)
+    assert core.writes.begin([torch.ones(4)]) == {7}
+    assert ran == [AwaitOut(7), Preserve(7)]
 
 
 def test_out_is_a_write(core):
