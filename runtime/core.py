@@ -71,7 +71,6 @@ from delta.types import (
     SwapOut,
 )
 
-_LONGEST_HOLD_NS = 2_000_000_000
 _MOST_UNTIMED = 4096
 
 
@@ -146,7 +145,6 @@ class Core:
         self._entered_ns = 0
         self._excluded_ns = 0
         self._step_began_ns = 0
-        self._host_step_ns = 0  # from a step's first save to its last need, by the host's clock
         self._warned = 0
         _living.add(self)
 
@@ -427,8 +425,6 @@ class Core:
                 self.encoder.offer(record, tensor)
         instructions = engine.saved(record, signature, now_ns, look)
         try:
-            if begins and self.clock.late and engine.learner.refines:
-                self.clock.hold_back(min(self._host_step_ns, _LONGEST_HOLD_NS))
             self._note_moment()
             if self.timeline.active:  # before it is told that the record has gone
                 self.emit_saved(record, rec.nbytes, rec.saved_at)
@@ -454,8 +450,9 @@ class Core:
     def _note_moment(self) -> None:
         """The engine was told of a save or a need; when that is on the device is of interest where the step may be
         learned from."""
-        if self.moments is not None and self.engine.learner.recorded:
-            self.moments.saw(self.engine.learner.log)
+        learner = self.engine.learner
+        if self.moments is not None and learner.recorded:
+            self.moments.saw(learner.log, learner.refines)
 
     def fetch(self, packed: Handle, told: bool = False) -> Tensor:
         """What a handle stands for, brought back if need be and ready for the current stream. `told`: the engine has
@@ -470,7 +467,6 @@ class Core:
         if not self.engine.keeping.any:  # else it is looked up when somebody asks what may go
             self.find_used()
         now_ns = time.perf_counter_ns()
-        self._host_step_ns = now_ns - self._step_began_ns
         if told:
             needs = self.engine.lent(packed.record, now_ns)
         else:
@@ -663,15 +659,19 @@ class Core:
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
     def begins(self) -> int:
-        """What begins now is not the step's own work; `spent` tells of its end. Returns the time."""
+        """What begins now is not the step's own work; `spent` or `resumes` tells of its end. Returns the time."""
         if self.moments is not None:
             self.moments.interrupted(self.engine.learner.log)
         return time.perf_counter_ns()
 
-    def spent(self, ns: int) -> None:
-        """Time that is not Delta's own overhead and not the step's own work."""
+    def resumes(self) -> None:
+        """What began then has ended."""
         if self.moments is not None:
             self.moments.resumed(self.engine.learner.log)
+
+    def spent(self, ns: int) -> None:
+        """It took this long, and is not Delta's own overhead either."""
+        self.resumes()
         self._excluded_ns += ns
         self.engine.lost(ns)
 

@@ -47,6 +47,7 @@ class Swap:
     def out(self, record: int, wait: bool) -> None:
         slot = self._core.slots[record]
         assert slot.storage is not None
+        self._core.begins()  # memory may have to be pinned for it, which takes the host longer than a step
         try:
             with torch._C._DisableTorchDispatch():  # a copy is many small steps, and in forward each would pass a mode
                 slot.going = self._core.device.copy_out(slot.storage)
@@ -56,6 +57,7 @@ class Swap:
             if not isinstance(error, SwapError):
                 raise
             return
+        self._core.resumes()
         self._going.append(record)
         if wait:
             self.await_out(record)

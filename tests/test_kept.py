@@ -308,8 +308,8 @@ def test_most_of_a_known_step_is_only_kept(policy: str, device: str) -> None:
             return has
 
         room.has_for = noted  # type: ignore[method-assign]
-        routine = core.engine.routine
-        assert routine is not None
+        routine, plan = core.engine.routine, core.engine.learner.profiles[0].plan
+        assert routine is not None and plan is not None
         loss = loss_of(net)
         kept = counted(core)
         keeping = core.engine.keeping
@@ -317,7 +317,7 @@ def test_most_of_a_known_step_is_only_kept(policy: str, device: str) -> None:
         recorded = {each.order for each in keeping.recorded.values()}
         assert without and without | recorded == set(routine.orders) - {-1} - routine.dropped - refused
         assert not without & (recorded | routine.read)
-        assert bool(recorded) is (policy == "recompute")
+        assert bool(recorded) is (Action.RECOMPUTE in plan.actions)
         assert all(core.engine.ledger[record].held for record in keeping.recorded)
         resident = core.engine.ledger.resident_bytes
         peak = core.engine.step_peak_bytes

@@ -14,7 +14,7 @@ from delta.profile import REFINEMENTS
 from delta.runtime import rematerialise
 from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
-from delta.runtime.moments import Moments
+from delta.runtime.moments import PACE, Moments
 from delta.runtime.recompute import replay
 from delta.transfers import Transfers
 
@@ -278,8 +278,8 @@ class Held(Slow):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("policy", "times"), [("delta", REFINEMENTS), ("dtr", 0)])
-def test_the_device_is_held_back_where_ops_are_timed_once_more(monkeypatch, policy, times):
+@pytest.mark.parametrize(("policy", "steps"), [("delta", REFINEMENTS), ("dtr", 0)])
+def test_the_device_is_held_back_where_ops_are_timed_once_more(monkeypatch, policy, steps):
     """The host is slow to give it work while it records, and the ops would seem to take as long. Policies that do not
     plan record every step, and none is held back."""
     held_ns: list[int] = []
@@ -287,8 +287,68 @@ def test_the_device_is_held_back_where_ops_are_timed_once_more(monkeypatch, poli
     began_ns = time.perf_counter_ns()
     with delta.evict(activations="50%", policy=delta.load_policy(policy, {"filter.min_bytes": 0}), device="cpu"):
         train(CASES["gpt"], 6)
-    assert len(held_ns) == times
     assert all(0 < ns < time.perf_counter_ns() - began_ns for ns in held_ns)
+    each_step, odd = divmod(len(held_ns), steps or 1)
+    assert (each_step > 1) is bool(steps) and not odd, "once for every few moments"
+
+
+@dataclass
+class SlowHost(Card):
+    """A card that a host gives work, `HOST_NS` of its own time for each piece, and that takes `DEVICE_NS` for it."""
+
+    host_ns: int = 0
+
+    def work(self) -> None:
+        self.host_ns += HOST_NS
+        self.now_ns = max(self.now_ns, self.host_ns) + DEVICE_NS
+
+    def hold_back(self, ns: int) -> None:
+        self.now_ns = max(self.now_ns, self.host_ns) + ns
+
+
+HOST_NS, DEVICE_NS = 1000, 10
+
+
+def test_a_slow_host_does_not_make_a_timed_step_longer(monkeypatch):
+    """What the device is given while it is held back it does without waiting for the host."""
+    card = SlowHost()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: card.host_ns)
+    moments, seen = Moments(card), 5 * PACE + 3
+    lasted_ns = []
+    for timed in (False, True):
+        log = StepLog()
+        for at in range(seen):
+            card.work()
+            if at < seen // 2:
+                log.saves.append(at)
+                log.save_ns.append(0)
+            else:
+                log.needs.append((0, 0))
+            moments.saw(log, timed)
+        lasted_ns.append(moments.so_far(log).end_ns)
+    assert lasted_ns[0] >= (seen - 1) * HOST_NS
+    assert lasted_ns[1] == (seen - 1) * DEVICE_NS
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_pinning_memory_for_a_copy_is_not_the_step_s_time(monkeypatch):
+    card, graphs, copy_out = Card(), [], CpuDevice.copy_out
+
+    def slowly(*args):
+        card.now_ns += 10**12
+        return copy_out(*args)
+
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: card)
+    monkeypatch.setattr(CpuDevice, "copy_out", slowly)
+    x, chosen = torch.randn(64, requires_grad=True), delta.load_policy("swap", {"filter.min_bytes": 0})
+    with delta.evict(activations="0%", policy=chosen, device="cpu") as run:
+        assert run._core is not None
+        learner = run._core.engine.learner
+        plans = learner.make_plan
+        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        x.sin().sin().sin().sum().backward()
+    assert card.now_ns >= 2 * 10**12
+    assert graphs[0].end_ns == 0
 
 
 @dataclass(eq=False)
