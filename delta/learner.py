@@ -102,11 +102,13 @@ class Learner:
         return 0
 
     @property
-    def refines(self) -> bool:
-        """Whether the step under way is recorded to time its ops once more, for a better plan."""
+    def is_timed(self) -> bool:
+        """Whether the step under way is recorded for its times: the first of all, or once more for a better plan. (Were
+        each new kind timed, a program without two equal steps would do nothing else.)"""
+        if self.make_plan is None or not self.recorded:
+            return False
         profile = self.current
-        known = profile is not None and not profile.idle and profile.refined < REFINEMENTS
-        return known and self.recorded and self.make_plan is not None
+        return not self.profiles if profile is None else not profile.idle and profile.refined < REFINEMENTS
 
     @property
     def all_idle(self) -> bool:

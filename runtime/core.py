@@ -452,7 +452,7 @@ class Core:
         learned from."""
         learner = self.engine.learner
         if self.moments is not None and learner.recorded:
-            self.moments.saw(learner.log, learner.refines)
+            self.moments.saw(learner.log, learner.is_timed)
 
     def fetch(self, packed: Handle, told: bool = False) -> Tensor:
         """What a handle stands for, brought back if need be and ready for the current stream. `told`: the engine has

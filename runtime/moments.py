@@ -5,9 +5,9 @@ would be next to no time between a save and the need, and no copy would ever see
 moments in its own order, and they are asked for when a step is learned from. As in the host's times, what Delta adds to
 the step is left out: replays, encodings, and where compute stands still for a copy.
 
-That takes a host that works ahead, and one that records all ops does not: the device waits for it, and what it tells are
-the host's times after all (the forward of GPT-2 medium, 75 ms of an H200's work, seemed to take 640). So a step that is
-timed holds the device back again and again, each time for as long as the host takes for the next few moments.
+That takes a host that works ahead, and one that records all ops does not: the device waits for it, and what it tells
+are the host's times after all (the forward of GPT-2 medium, 75 ms of an H200's work, seemed to take 640). So in a step
+that is timed the device is held back again and again, each time for as long as the host took for the last few moments.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any, Literal
 from delta.planner.steplog import StepLog, StepTimes
 from delta.runtime.device.base import OpClock
 
-# Moments from one time that the device is held back to the next: the ops between them, with the events around each, are
-# fewer than the launches that a card takes before it has the host wait (1,024).
-PACE = 32
-_LONGEST_HOLD_NS = 500_000_000
+# Moments, or ops, from one time that the device is held back to the next: with the events around each they are fewer
+# than the launches that a card takes before it has the host wait (1,024).
+PACE, MOST_OPS = 32, 128
+_LONGEST_HOLD_NS = 200_000_000
+_LONGER = 1.25  # than the last ones
 
 _Until = Literal["save", "need", "now", "resumption"]
 
@@ -36,8 +37,9 @@ class Moments:
         self._saves = self._needs = 0
         self._spans: list[tuple[_Until, Any]] = []  # since the last moment that the device told
         self._told = StepTimes()
-        self._began_ns = 0
-        self._host_ns = 0  # from one moment to the next, by the host's clock, in the last step that was not timed
+        self._hold_ns = 0
+        self._held_at_ns = 0
+        self._held, self._ops = False, 0  # in this step, after so many ops
 
     def saw(self, log: StepLog, timed: bool = False) -> None:
         """The engine was told of something: a save or a need, if the log has one more than it had. In a step that is
@@ -47,7 +49,7 @@ class Moments:
             self._spans.clear()
             self._told = StepTimes()
             self._mark = self._clock.start()
-            self._began_ns = time.perf_counter_ns()
+            self._held, self._ops = False, 0
         if len(log.saves) > self._saves:
             self._saves += 1
             self._span("save")
@@ -56,13 +58,18 @@ class Moments:
             self._span("need")
         else:
             return
-        seen = self._saves + self._needs
-        if not timed:
-            self._host_ns = (time.perf_counter_ns() - self._began_ns) // seen
-        elif seen % PACE == 1:
-            self.interrupted(log)
-            self._clock.hold_back(min(PACE * self._host_ns, _LONGEST_HOLD_NS))
-            self.resumed(log)
+        if timed and ((self._saves + self._needs) % PACE == 1 or len(log.ops) - self._ops >= MOST_OPS):
+            self._hold_back(log)
+
+    def _hold_back(self, log: StepLog) -> None:
+        """Until the host has put the next few moments into the queue, if that takes it as long as the last ones did."""
+        began_ns, self._held_at_ns = self._held_at_ns, time.perf_counter_ns()
+        if self._held:
+            self._hold_ns = min(round((self._held_at_ns - began_ns) * _LONGER), _LONGEST_HOLD_NS)
+        self._held, self._ops = True, len(log.ops)
+        self.interrupted(log)
+        self._clock.hold_back(self._hold_ns)
+        self.resumed(log)
 
     def interrupted(self, log: StepLog) -> None:
         """Delta does something that the step would do without."""
