@@ -231,9 +231,15 @@ class Core:
         """The record of a tensor's storage, if there is one. One that is only counted gets its record by being asked
         for."""
         key = tensor.untyped_storage()._cdata
-        if key in self.engine.keeping.storages or self.noted.knows(key):
+        if key in self.engine.keeping.storages or self.noted.counts(key):
             self.kept.give_records()
         return self.by_key.get(key)
+
+    def known_to_be_written(self, tensor: Tensor) -> int | None:
+        """The same where that is about to be another version: whoever reads this one has to be known, too."""
+        if self.noted.knows(tensor.untyped_storage()._cdata):
+            self.kept.give_records()
+        return self.known(tensor)
 
     @property
     def has_recipes(self) -> bool:

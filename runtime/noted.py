@@ -55,7 +55,11 @@ class Noted:
 
     def knows(self, key: int) -> bool:
         """Whether notes make or read that storage."""
-        return key in self.made or key in self.readers or self._core.by_key.get(key) in self.records
+        return self.counts(key) or self._core.by_key.get(key) in self.records
+
+    def counts(self, key: int) -> bool:
+        """Whether they do without a record."""
+        return key in self.made or key in self.readers
 
     def keeps(self, key: int) -> bool:
         """Whether a note keeps that storage alive."""

@@ -32,7 +32,7 @@ class Writes:
         core = self._core
         preserved, in_backward = set(), torch._C._current_graph_task_id() != -1
         for tensor in tensors:
-            record = core.known(tensor)
+            record = core.known_to_be_written(tensor)
             if record is None or record in preserved:
                 continue
             while instructions := core.engine.before_overwrite(record, in_backward):

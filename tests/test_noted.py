@@ -35,6 +35,7 @@ from delta.runtime.core import Core
 from delta.runtime.made_again import MadeAgain
 from delta.runtime.note import Made, Note, NotedTensor
 from delta.runtime.recorder import Recorder
+from delta.runtime.swap import Swap
 from delta.types import Action, OpInfo
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
@@ -490,6 +491,37 @@ def test_what_is_read_may_be_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
         loss.backward()
         nothing_left(core)
     assert_same(gradients(net), expected)
+
+
+def exp_swapped(op: OpInfo | None) -> Action:
+    return {"aten.exp": SWAP, "aten.mul": RECOMPUTE}.get(op.name if op is not None else "", KEEP)
+
+
+def test_what_is_read_may_be_saved_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its record. Were everything to get one for that, each step of a ResNet would: what a block begins with is
+    saved by two convolutions."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(64, requires_grad=True) for _ in range(2))
+
+    def loss() -> Tensor:
+        y = x
+        for _ in range(4):
+            y = y.sin().exp()
+            y = (y * w).sin() + (y * w).cos()
+        return y.sum()
+
+    loss().backward()
+    expected, x.grad, w.grad = [x.grad, w.grad], None, None
+    with planned(loss, exp_swapped) as core:
+        x.grad = w.grad = None
+        with monkeypatch.context() as late:
+            late.setattr(Swap, "poll", lambda _: None)  # no copy has ended by then
+            last = loss()
+        assert core.noted.on and records_read(core)
+        counted(core)
+        last.backward()
+        nothing_left(core)
+    assert all(torch.equal(found, grad) for found, grad in zip([x.grad, w.grad], expected, strict=True))
 
 
 class Drawn(nn.Module):
