@@ -7,22 +7,23 @@ the step is left out: replays, encodings, and where compute stands still for a c
 
 That takes a host that works ahead, and one that records all ops does not: the device waits for it, and what it tells
 are the host's times after all (the forward of GPT-2 medium, 75 ms of an H200's work, seemed to take 640). So in a step
-that is timed the device is held back again and again, each time for as long as the host took for the last few moments.
+that is timed the device is held back again and again, each time for as long as the host takes for a few moments.
 """
 
 from __future__ import annotations
 
 import time
+from operator import sub
 from typing import Any, Literal
 
 from delta.planner.steplog import StepLog, StepTimes
 from delta.runtime.device.base import OpClock
 
-# Moments, or ops, from one time that the device is held back to the next: with the events around each they are fewer
-# than the launches that a card takes before it has the host wait (1,024).
-PACE, MOST_OPS = 32, 128
+# The device is held back for about as long as the host takes for so many moments, or ops if there are more of those.
+# With the events around each that is less than the 1,024 launches that a card takes before it has the host wait.
+PACE, MOST_OPS = 16, 64
+_LONGER = 1.25
 _LONGEST_HOLD_NS = 200_000_000
-_LONGER = 1.25  # than the last ones
 
 _Until = Literal["save", "need", "now", "resumption"]
 
@@ -37,9 +38,9 @@ class Moments:
         self._saves = self._needs = 0
         self._spans: list[tuple[_Until, Any]] = []  # since the last moment that the device told
         self._told = StepTimes()
+        self._hold: Any = None  # ends when the device goes on
         self._hold_ns = 0
-        self._held_at_ns = 0
-        self._held, self._ops = False, 0  # in this step, after so many ops
+        self._held = (0, 0, 0)  # since this time of the host, after so many moments and so many ops
 
     def saw(self, log: StepLog, timed: bool = False) -> None:
         """The engine was told of something: a save or a need, if the log has one more than it had. In a step that is
@@ -49,7 +50,7 @@ class Moments:
             self._spans.clear()
             self._told = StepTimes()
             self._mark = self._clock.start()
-            self._held, self._ops = False, 0
+            self._hold = None
         if len(log.saves) > self._saves:
             self._saves += 1
             self._span("save")
@@ -58,18 +59,21 @@ class Moments:
             self._span("need")
         else:
             return
-        if timed and ((self._saves + self._needs) % PACE == 1 or len(log.ops) - self._ops >= MOST_OPS):
+        if timed and (self._hold is None or self._clock.elapsed_ns(self._hold) is not None):
             self._hold_back(log)
 
     def _hold_back(self, log: StepLog) -> None:
-        """Until the host has put the next few moments into the queue, if that takes it as long as the last ones did."""
-        began_ns, self._held_at_ns = self._held_at_ns, time.perf_counter_ns()
-        if self._held:
-            self._hold_ns = min(round((self._held_at_ns - began_ns) * _LONGER), _LONGEST_HOLD_NS)
-        self._held, self._ops = True, len(log.ops)
+        """The device has gone on, and does what it was given meanwhile: until it has done that, it waits for nobody."""
+        now = time.perf_counter_ns(), self._saves + self._needs, len(log.ops)
+        if self._hold is not None:
+            took_ns, moments, ops = map(sub, now, self._held)
+            share = max(moments / PACE, ops / MOST_OPS)
+            self._hold_ns = min(round(_LONGER * took_ns / share), _LONGEST_HOLD_NS)
+        self._held = now
         self.interrupted(log)
         self._clock.hold_back(self._hold_ns)
         self.resumed(log)
+        self._hold = self._spans[-1][1]
 
     def interrupted(self, log: StepLog) -> None:
         """Delta does something that the step would do without."""

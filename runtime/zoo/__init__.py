@@ -24,7 +24,7 @@ MEDIUM = {"batch": 8, "seq": 1024, "layers": 24, "width": 1024, "heads": 16, "vo
 LARGE = {"batch": 4, "seq": 1024, "layers": 36, "width": 1280, "heads": 20, "vocabulary": 50257}
 LLAMA_1B = {"batch": 4, "seq": 2048, "layers": 16, "width": 2048, "heads": 32, "vocabulary": 32000}
 RESNET = {"batch": 16, "pixels": 224, "width": 64}
-RESNET_CUDA = {"batch": 128, "pixels": 224, "width": 64}
+RESNET_CUDA = {"batch": 256, "pixels": 224, "width": 64}
 TINY_RESNET = {"batch": 2, "pixels": 32, "width": 8}
 
 
