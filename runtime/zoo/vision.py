@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from delta.runtime.zoo.task import Batch, Task, blocks_of, generator, transformers
 
 _CLASSES = 10
+_DRAWN = 8  # pictures of noise, out of which all are cut
 
 
 def resnet50(*, batch: int, pixels: int, width: int, seed: int) -> Task:
@@ -52,13 +54,27 @@ def swin(*, batch: int, pixels: int, width: int, seed: int) -> Task:
     return _classifier(transformers().SwinForImageClassification(config), "SwinLayer", batch, pixels, seed)
 
 
+class Noise:
+    """Random pictures, each cut out of the same noise somewhere else: to draw all anew takes a CPU longer than a card
+    takes for a step."""
+
+    def __init__(self, pixels: int, seed: int) -> None:
+        self._shape = 3, pixels, pixels
+        self._drawn = torch.randn(_DRAWN * prod(self._shape), generator=generator(seed, -1), device="cpu")
+
+    def pictures(self, count: int, random: torch.Generator) -> Tensor:
+        """(count, 3, pixels, pixels), on the CPU."""
+        each = prod(self._shape)
+        begins = torch.randint(len(self._drawn) - each, (count,), generator=random).tolist()
+        return torch.cat([self._drawn[at : at + each] for at in begins]).view(count, *self._shape)
+
+
 def _classifier(model: Any, block: str, batch: int, pixels: int, seed: int) -> Task:
+    noise = Noise(pixels, seed)
+
     def pictures(index: int) -> Batch:
         random = generator(seed, index)
-        return (
-            torch.randn(batch, 3, pixels, pixels, generator=random),
-            torch.randint(_CLASSES, (batch,), generator=random),
-        )
+        return noise.pictures(batch, random), torch.randint(_CLASSES, (batch,), generator=random)
 
     def loss(given: Batch) -> Tensor:
         found: Tensor = model(given[0], labels=given[1]).loss
@@ -112,12 +128,11 @@ def unet(*, batch: int, pixels: int, width: int, levels: int, seed: int) -> Task
     """A class for every pixel of random pictures."""
     model = UNet(width, levels)
 
+    noise = Noise(pixels, seed)
+
     def pictures(index: int) -> Batch:
         random = generator(seed, index)
-        return (
-            torch.randn(batch, 3, pixels, pixels, generator=random),
-            torch.randint(_CLASSES, (batch, pixels, pixels), generator=random),
-        )
+        return noise.pictures(batch, random), torch.randint(_CLASSES, (batch, pixels, pixels), generator=random)
 
     def loss(given: Batch) -> Tensor:
         # As (pixel, class): the loss over pictures has no kernel on CUDA that gives the same bits twice.
