@@ -374,11 +374,12 @@ class Learner:
 
     def _settled(self, profile: Profile, strays: Mapping[int, Action]) -> bool:
         """Whether all that went in a step that followed the plan is the plan's. What has to go beside it in two steps
-        running will have to in every step, so from then on it is part of the plan, if the plan can take it."""
-        again, profile.strays = profile.strays == strays, dict(strays)
-        if not strays:
+        running will have to in every step, so from then on it is part of the plan, if the plan can take it. Something
+        may be late once: to record the whole next step for that would take several times as long as the step."""
+        before, profile.strays = profile.strays, dict(strays)
+        if not strays or not (before or self.recorded):
             return True
-        if not again or min(strays) < 0 or profile.plan is None or self.amend is None:
+        if before != strays or min(strays) < 0 or profile.plan is None or self.amend is None:
             return False
         known, amended = profile.plan, self.amend(profile.plan, profile.graph, strays)
         if amended is not None:
