@@ -50,6 +50,13 @@ class FamilyLearner(Learner):
         """Never: the next input may be larger, and nothing made before it was seen could be dropped unrecorded."""
         return False
 
+    @property
+    def is_timed(self) -> bool:
+        """Those of the first steps that a family is learned from, as many as one is observed for."""
+        if self.make_plan is None or not self.recorded or self._family is not None:
+            return False
+        return sum(family.observed for family in self.families) < self.options.observe
+
     # -- during a step --------------------------------------------------------------------------------------------
     def _key(self, signature: int, look: Look) -> int:
         if not self.packs:

@@ -367,17 +367,18 @@ class Learner:
             self.profiles.insert(0, profile)
             known = profile.plan
             self._review(profile, peak_bytes, limit_bytes, beside)
-            settled = profile.plan is known and self._settled(profile, strays)
             over = limit_bytes is not None and peak_bytes > limit_bytes
+            settled = profile.plan is known and self._settled(profile, strays, over)
             profile.routine = self._routine(profile) if settled and not (over and profile.can_tighten) else None
         self._expect(profile)
 
-    def _settled(self, profile: Profile, strays: Mapping[int, Action]) -> bool:
+    def _settled(self, profile: Profile, strays: Mapping[int, Action], over: bool) -> bool:
         """Whether all that went in a step that followed the plan is the plan's. What has to go beside it in two steps
         running will have to in every step, so from then on it is part of the plan, if the plan can take it. Something
-        may be late once: to record the whole next step for that would take several times as long as the step."""
+        may be late once in a step that held its limit: to record the whole next one for that would take several times
+        as long as the step."""
         before, profile.strays = profile.strays, dict(strays)
-        if not strays or not (before or self.recorded):
+        if not strays or not (before or over or self.routine is None):
             return True
         if before != strays or min(strays) < 0 or profile.plan is None or self.amend is None:
             return False
@@ -437,7 +438,7 @@ class Learner:
 
     def follow(self, profile: Profile, plan: Plan) -> None:
         """Steps of this kind go by another plan from here on: what it replays has to be recorded."""
-        profile.plan, profile.routine, profile.cramped = plan, None, 0
+        profile.plan, profile.routine, profile.cramped, profile.strays = plan, None, 0, {}
         if self._following is profile:
             self.leave_routine()
 

@@ -24,6 +24,7 @@ from delta.runtime.device.base import OpClock
 PACE, MOST_OPS = 16, 64
 _LONGER = 1.25
 _LONGEST_HOLD_NS = 200_000_000
+_WAITED = 0.25  # of a hold from one moment to the next
 
 _Until = Literal["save", "need", "now", "resumption"]
 
@@ -41,6 +42,7 @@ class Moments:
         self._hold: Any = None  # ends when the device goes on
         self._hold_ns = 0
         self._held = (0, 0, 0)  # since this time of the host, after so many moments and so many ops
+        self._seen_ns = 0  # the last moment, by the host's clock
 
     def saw(self, log: StepLog, timed: bool = False) -> None:
         """The engine was told of something: a save or a need, if the log has one more than it had. In a step that is
@@ -59,13 +61,15 @@ class Moments:
             self._span("need")
         else:
             return
-        if timed and (self._hold is None or self._clock.elapsed_ns(self._hold) is not None):
-            self._hold_back(log)
+        if timed:
+            if self._hold is None or self._clock.elapsed_ns(self._hold) is not None:
+                self._hold_back(log)
+            self._seen_ns = time.perf_counter_ns()
 
     def _hold_back(self, log: StepLog) -> None:
         """The device has gone on, and does what it was given meanwhile: until it has done that, it waits for nobody."""
         now = time.perf_counter_ns(), self._saves + self._needs, len(log.ops)
-        if self._hold is not None:
+        if self._hold is not None and not self._has_waited(now[0]):
             took_ns, moments, ops = map(sub, now, self._held)
             share = max(moments / PACE, ops / MOST_OPS)
             self._hold_ns = min(round(_LONGER * took_ns / share), _LONGEST_HOLD_NS)
@@ -74,6 +78,11 @@ class Moments:
         self._clock.hold_back(self._hold_ns)
         self.resumed(log)
         self._hold = self._spans[-1][1]
+
+    def _has_waited(self, now_ns: int) -> bool:
+        """Whether the host has most likely waited for the device since the last moment, for a number or for room in its
+        queue: by how long it took one hold would make the next one longer, and so on."""
+        return self._hold_ns > 0 and now_ns - self._seen_ns > _WAITED * self._hold_ns
 
     def interrupted(self, log: StepLog) -> None:
         """Delta does something that the step would do without."""

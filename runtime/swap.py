@@ -57,7 +57,8 @@ class Swap:
             if not isinstance(error, SwapError):
                 raise
             return
-        self._core.resumes()
+        finally:
+            self._core.resumes()
         self._going.append(record)
         if wait:
             self.await_out(record)

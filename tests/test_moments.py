@@ -281,7 +281,7 @@ class Held(Slow):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("policy", "steps"), [("delta", 1 + REFINEMENTS), ("dtr", 0)])
+@pytest.mark.parametrize(("policy", "steps"), [("delta", 1 + REFINEMENTS), ("mimose", 1), ("dtr", 0)])
 def test_the_device_is_held_back_where_ops_are_timed_once_more(monkeypatch, policy, steps):
     """The host is slow to give it work while it records, and the ops would seem to take as long. Policies that do not
     plan record every step, and none is held back."""
@@ -321,6 +321,9 @@ class SlowHost:
             self.waited_ns += until_ns - self.host_ns
             self.host_ns = until_ns
 
+    def wait(self) -> None:
+        self.host_ns = max(self.host_ns, self.card_ns)
+
     def hold_back(self, ns: int) -> None:
         self.held_ns.append(ns)
         self.card_ns = max(self.card_ns, self.host_ns) + ns
@@ -341,8 +344,9 @@ class SlowHost:
 HOST_NS, DEVICE_NS, PIECES = 1000, 100, 10 * PACE + 3
 
 
-def steps_on(card: SlowHost, *timed: bool, pieces: int = 1) -> list[int]:
-    """How long steps seem to take in which a moment comes after so many pieces, each of which is an op."""
+def steps_on(card: SlowHost, *timed: bool, pieces: int = 1, waits_at: int = 10**6) -> list[int]:
+    """How long steps seem to take in which a moment comes after so many pieces, each of which is an op. The host waits
+    for the card after so many moments."""
     moments, lasted_ns = Moments(card), []
     for each in timed:
         log = StepLog()
@@ -350,7 +354,10 @@ def steps_on(card: SlowHost, *timed: bool, pieces: int = 1) -> list[int]:
         for at in range(PIECES):
             for _ in range(pieces):
                 card.work()
-                log.ops.append(OpInfo(0, "sin", (), (), 1, True))
+                if at < PIECES // 2:  # those of backward nobody tells of
+                    log.ops.append(OpInfo(0, "sin", (), (), 1, True))
+            if at % waits_at == waits_at - 1:
+                card.wait()
             if at < PIECES // 2:
                 log.saves.append(at)
                 log.save_ns.append(0)
@@ -372,15 +379,26 @@ def test_a_slow_host_does_not_make_a_timed_step_longer(monkeypatch):
     assert first <= later + 3 * HOST_NS
 
 
-@pytest.mark.parametrize(("pieces", "longer"), [(1, 1), (4, 1), (20, 2.5)])
-def test_it_falls_no_further_behind_than_its_queue_is_long(monkeypatch, pieces, longer):
-    """Where very much goes on between two moments it has to wait after all."""
-    card = SlowHost(queue=4 * MOST_OPS)
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_it_falls_no_further_behind_than_its_queue_is_long(monkeypatch, pieces):
+    card = SlowHost(queue=4 * MOST_OPS * pieces)
     monkeypatch.setattr(time, "perf_counter_ns", lambda: card.host_ns)
     *_, later = steps_on(card, True, True, True, pieces=pieces)
     assert card.waited_ns == 0
-    assert later <= longer * (PIECES - 1) * pieces * DEVICE_NS
+    assert later == (PIECES - 1) * pieces * DEVICE_NS
     assert len(card.held_ns) > PIECES // PACE
+
+
+@pytest.mark.parametrize(
+    ("pieces", "queue", "waits_at"), [(1, 10**6, 1), (1, 10**6, 5), (1, 10**6, 15), (60, 256, 10**6), (20, 256, 10**6)]
+)
+def test_a_host_that_waits_for_the_device_is_not_taken_for_a_slow_one(monkeypatch, pieces, queue, waits_at):
+    """It reads a number, or its queue is full: it waits for the hold. Were the next one as long as that and what comes
+    besides, it would wait longer and longer."""
+    card = SlowHost(queue)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: card.host_ns)
+    steps_on(card, True, True, True, pieces=pieces, waits_at=waits_at)
+    assert max(card.held_ns) <= 3 * PACE * pieces * HOST_NS
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")

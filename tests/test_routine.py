@@ -193,6 +193,9 @@ def test_what_goes_beside_the_plan_now_and_then_ends_no_routine(learner):
         assert follow(learner, "a")
     assert follow(learner, "a", strays={0: SWAP}) and follow(learner, "a", strays={1: SWAP})
     assert [follow(learner, "a") for _ in range(3)] == [False, True, True]
+    learner.profiles[0].tightened = TIGHTENINGS  # no plan is any tighter
+    assert follow(learner, "a", strays={0: SWAP}, peak=LIMIT + 1)
+    assert [follow(learner, "a") for _ in range(2)] == [False, True], "once is too often where the limit was not held"
 
 
 def amend(plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan:
