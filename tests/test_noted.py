@@ -524,6 +524,40 @@ def test_what_is_read_may_be_saved_once_more(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(found, grad) for found, grad in zip([x.grad, w.grad], expected, strict=True))
 
 
+def test_what_is_read_may_be_written_when_no_saved_tensor_is_on_it_any_more() -> None:
+    """Autograd has nothing against it, and no recipe says that a note reads it: it has to be known before the write."""
+    torch.manual_seed(0)
+    x = torch.randn(64)
+    trained = y, u, v, w = [torch.randn(64, requires_grad=True) for _ in range(4)]
+
+    def loss(write: bool = False) -> Tensor:
+        total = torch.zeros(())
+        for block in range(3):
+            made = (x + block).exp()
+            saved = (made * v).sum()
+            turned = (y * u).cos()
+            total = total + (made + turned).sin().sum() + turned.tanh().sum() + ((made - 2.0) * w).sum()
+            if write:
+                del saved
+                made.zero_()
+        return total
+
+    def action(op: OpInfo | None) -> Action:
+        actions = {"aten.add": RECOMPUTE, "aten.sub": RECOMPUTE, "aten.cos": SWAP}
+        return actions.get(op.name if op is not None else "", KEEP)
+
+    loss().backward()
+    expected = [None if each.grad is None else each.grad.clone() for each in trained]
+    with planned(loss, action) as core:
+        for each in trained:
+            each.grad = None
+        last = loss(write=True)
+        last.backward()
+        nothing_left(core)
+    for each, grad in zip(trained, expected, strict=True):
+        assert grad is None if each.grad is None else torch.equal(each.grad, grad)
+
+
 class Drawn(nn.Module):
     """What the gelu and the product save is made by batch norm, and of random numbers."""
 
