@@ -24,7 +24,8 @@ from delta.runtime.device.base import OpClock
 PACE, MOST_OPS = 16, 64
 _LONGER = 1.25
 _LONGEST_HOLD_NS = 200_000_000
-_WAITED = 0.25  # of a hold from one moment to the next
+_ENOUGH = 0.25  # of so many, to know how long they take
+_LITTLE_LONGER, _MUCH_LONGER = 1.5, 4
 
 _Until = Literal["save", "need", "now", "resumption"]
 
@@ -41,7 +42,7 @@ class Moments:
         self._told = StepTimes()
         self._hold: Any = None  # ends when the device goes on
         self._hold_ns = 0
-        self._held = (0, 0, 0)  # since this time of the host, after so many moments and so many ops
+        self._held: tuple[int, int, int] | None = None  # since that time of the host, after so many moments and ops
         self._seen_ns = 0  # the last moment, by the host's clock
 
     def saw(self, log: StepLog, timed: bool = False) -> None:
@@ -52,7 +53,7 @@ class Moments:
             self._spans.clear()
             self._told = StepTimes()
             self._mark = self._clock.start()
-            self._hold = None
+            self._hold = self._held = None
         if len(log.saves) > self._saves:
             self._saves += 1
             self._span("save")
@@ -62,27 +63,38 @@ class Moments:
         else:
             return
         if timed:
-            if self._hold is None or self._clock.elapsed_ns(self._hold) is not None:
-                self._hold_back(log)
+            self._keep_busy(log)
             self._seen_ns = time.perf_counter_ns()
 
-    def _hold_back(self, log: StepLog) -> None:
-        """The device has gone on, and does what it was given meanwhile: until it has done that, it waits for nobody."""
+    def _keep_busy(self, log: StepLog) -> None:
+        """Hold the device back once it has gone on: it does what it was given meanwhile, and until it has done that it
+        waits for nobody. For how long, the first few moments of the first such step have told, and then the others."""
         now = time.perf_counter_ns(), self._saves + self._needs, len(log.ops)
-        if self._hold is not None and not self._has_waited(now[0]):
+        if self._held is not None:
+            if self._hold is not None and self._clock.elapsed_ns(self._hold) is None:
+                return
             took_ns, moments, ops = map(sub, now, self._held)
             share = max(moments / PACE, ops / MOST_OPS)
-            self._hold_ns = min(round(_LONGER * took_ns / share), _LONGEST_HOLD_NS)
+            if self._hold is None and share < _ENOUGH:
+                return
+            if not self._has_waited(now[0], moments):
+                self._hold_ns = min(round(_LONGER * took_ns / share), _LONGEST_HOLD_NS)
         self._held = now
-        self.interrupted(log)
-        self._clock.hold_back(self._hold_ns)
-        self.resumed(log)
-        self._hold = self._spans[-1][1]
+        if self._hold_ns:
+            self.interrupted(log)
+            self._clock.hold_back(self._hold_ns)
+            self.resumed(log)
+            self._hold = self._spans[-1][1]
 
-    def _has_waited(self, now_ns: int) -> bool:
-        """Whether the host has most likely waited for the device since the last moment, for a number or for room in its
-        queue: by how long it took one hold would make the next one longer, and so on."""
-        return self._hold_ns > 0 and now_ns - self._seen_ns > _WAITED * self._hold_ns
+    def _has_waited(self, now_ns: int, moments: int) -> bool:
+        """Whether the host has most likely waited for the device since the last of these moments, for a number or for
+        room in its queue: by how long it took one hold would make the next one longer, and so on."""
+        if self._hold is None or self._held is None:
+            return False
+        last_ns, others_ns = now_ns - self._seen_ns, self._seen_ns - self._held[0]
+        if moments == 1:  # it came within the hold, or little later
+            return last_ns < _LITTLE_LONGER * self._hold_ns
+        return last_ns * (moments - 1) > _MUCH_LONGER * others_ns
 
     def interrupted(self, log: StepLog) -> None:
         """Delta does something that the step would do without."""
