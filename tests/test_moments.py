@@ -18,6 +18,7 @@ from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.moments import MOST_OPS, PACE, Moments
 from delta.runtime.recompute import replay
+from delta.runtime.swap import Swap
 from delta.transfers import Transfers
 from delta.types import OpInfo
 
@@ -413,14 +414,20 @@ def test_a_host_that_waits_for_the_device_is_not_taken_for_a_slow_one(monkeypatc
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 def test_pinning_memory_for_a_copy_is_not_the_step_s_time(monkeypatch):
-    card, graphs, copy_out = Card(), [], CpuDevice.copy_out
+    """What the step has done before that is."""
+    card, graphs, outs, copy_out, out = Card(), [], [], CpuDevice.copy_out, Swap.out
 
     def slowly(*args):
         card.now_ns += 10**12
         return copy_out(*args)
 
+    def later(*args):
+        card.now_ns += 7
+        outs.append(out(*args))
+
     monkeypatch.setattr(CpuDevice, "clock", lambda _: card)
     monkeypatch.setattr(CpuDevice, "copy_out", slowly)
+    monkeypatch.setattr(Swap, "out", later)
     x, chosen = torch.randn(64, requires_grad=True), delta.load_policy("swap", {"filter.min_bytes": 0})
     with delta.evict(activations="0%", policy=chosen, device="cpu") as run:
         assert run._core is not None
@@ -429,7 +436,7 @@ def test_pinning_memory_for_a_copy_is_not_the_step_s_time(monkeypatch):
         learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
         x.sin().sin().sin().sum().backward()
     assert card.now_ns >= 2 * 10**12
-    assert graphs[0].end_ns == 0
+    assert graphs[0].end_ns == 7 * len(outs)
 
 
 @dataclass(eq=False)
