@@ -198,6 +198,25 @@ def test_what_goes_beside_the_plan_now_and_then_ends_no_routine(learner):
     assert [follow(learner, "a") for _ in range(2)] == [False, True], "once is too often where the limit was not held"
 
 
+def test_once_is_too_often_in_a_step_that_left_its_routine(learner):
+    for _ in range(SHORT):
+        follow(learner, "a")
+    learner.leave_routine()
+    assert [follow(learner, "a", strays={0: SWAP}), follow(learner, "a"), follow(learner, "a")] == [False, False, True]
+
+
+def test_a_step_is_timed_if_it_is_the_first_of_all_or_refines_a_plan(learner):
+    """Not the first of each kind: there may be no two alike."""
+    timed = []
+    for kind in ["a"] * (SHORT + 1) + ["b"]:
+        learner.begin(recording=True)
+        learner.packed(hash(f"{kind}0"), 1000)
+        timed.append(learner.is_timed)
+        learner.abandon()
+        follow(learner, kind)
+    assert timed == [True] * (1 + REFINEMENTS) + [False] * (len(timed) - 1 - REFINEMENTS)
+
+
 def amend(plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan:
     actions = tuple(gone.get(order, action) for order, action in enumerate(plan.actions))
     return plan if actions == plan.actions else replace(plan, actions=actions)
@@ -220,6 +239,19 @@ def test_what_goes_beside_the_plan_in_two_steps_running_becomes_part_of_it(learn
     assert learner.routine is None, "it has not been seen to go by that"
     assert [follow(learner, "a") for _ in range(2)] == [False, True]
     assert profile.routine is not None and profile.routine.ways == [P, R, P]
+
+
+def test_what_went_beside_another_plan_is_forgotten(learner):
+    learner.amend = amend
+    for _ in range(SHORT):
+        follow(learner, "a")
+    follow(learner, "a", strays={1: RECOMPUTE})
+    profile = learner.profiles[0]
+    assert profile.plan is not None
+    better = replace(profile.plan)
+    learner.follow(profile, better)
+    assert not follow(learner, "a", strays={1: RECOMPUTE})
+    assert profile.plan is better, "it went beside this one for the first time"
 
 
 def test_there_is_no_routine_where_the_plan_cannot_take_what_goes_beside_it(learner):
