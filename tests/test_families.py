@@ -69,6 +69,18 @@ def run():
     return Run()
 
 
+def test_no_more_steps_are_timed_than_a_family_is_observed_for(run):
+    """Of a program without two steps alike each would be."""
+    timed = []
+    for first in "abcdefgh":
+        run.learner.recorded = True
+        run.learner.packed(0, 0, Look(hash(first), (4, 10)))
+        timed.append(run.learner.is_timed)
+        run.learner.abandon()
+        run.step(4, 10, names=f"{first}gh")
+    assert timed == [True] * OPTIONS.observe + [False] * (len(timed) - OPTIONS.observe)
+
+
 def bytes_of(graph):
     return [graph.nodes[node].nbytes for node in graph.saved]
 
