@@ -390,6 +390,34 @@ def test_a_host_that_is_slower_from_some_step_on_is_still_only_slow(monkeypatch)
     assert max(card.held_ns) > PACE * card.each_ns
 
 
+def saves_on(card: SlowHost, *pieces: int, quick: int = -1) -> None:
+    """A timed step of saves alone, each after so many ops; those of the `quick` one take the host hardly any time."""
+    moments, log = Moments(card), StepLog()
+    for at, ops in enumerate(pieces):
+        card.each_ns = HOST_NS if at != quick else HOST_NS // 100
+        for _ in range(ops):
+            card.work()
+            log.ops.append(OpInfo(0, "sin", (), (), 1, True))
+        log.saves.append(at)
+        log.save_ns.append(0)
+        moments.saw(log, timed=True)
+
+
+def test_where_little_is_saved_it_is_ops_that_count(monkeypatch):
+    card = SlowHost(queue=4 * MOST_OPS)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: card.host_ns)
+    saves_on(card, *[20] * 60)
+    assert len(card.held_ns) > 5
+    assert card.waited_ns == 0
+
+
+def test_one_moment_alone_does_not_tell_how_slow_the_host_is(monkeypatch):
+    card = SlowHost()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: card.host_ns)
+    saves_on(card, *[1] * 20, quick=1)
+    assert card.held_ns[0] > PACE * HOST_NS / 2
+
+
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_it_falls_no_further_behind_than_its_queue_is_long(monkeypatch, pieces):
     card = SlowHost(queue=4 * MOST_OPS * pieces)
