@@ -38,6 +38,7 @@ class Learner:
     min_bytes: int
     make_plan: MakePlan | None
     aim: float = AIM  # plans aim at this share of the limit at first
+    replay_ns: int = 0  # what a replay takes beside the op's own time
     profiles: list[Profile] = field(default_factory=list)  # last used first
     current: Profile | None = None
     mode: Mode = Mode.OBSERVE
@@ -469,7 +470,7 @@ class Learner:
         """The step that has ended."""
         if self.device_times is not None:
             self.log.timed(self.device_times(self.log))
-        return build_graph(self.log, self.min_bytes)
+        return build_graph(self.log, self.min_bytes, self.replay_ns)
 
     def _profile_of_step(self) -> Profile | None:
         whole = tuple(self.log.signatures)

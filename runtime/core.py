@@ -108,6 +108,7 @@ class Core:
         self.moments = Moments(self.clock) if self.clock.late else None
         if self.moments is not None:
             engine.learner.device_times = self.moments.so_far
+        engine.learner.replay_ns = device.replay_ns
         self.watch = Watch(self)
         self.kept = KeptTensors(self)
         self.noted = Noted(self)

@@ -65,6 +65,8 @@ def test_a_training_on_a_card_gives_the_same_bits(card, case, policy, share):
     assert run._core is not None
     assert (run._core.engine.ledger.handles, run._core.device.host_bytes()) == (0, 0)
     assert card.slabs == 0
+    replayed = [op for profile in run._core.engine.learner.profiles for op in profile.graph.ops]
+    assert all(op.cost_ns >= run._core.device.replay_ns > 0 for op in replayed)
 
 
 @pytest.fixture

@@ -241,6 +241,13 @@ def test_op_times_are_the_least_seen(learner, planner):
     assert costs == [{50}, {5}, {5}]
 
 
+def test_a_replay_takes_what_it_does_beside_the_op_s_own_time(learner, planner):
+    learner.replay_ns = 7
+    step(learner, "a", cost_ns=5)
+    step(learner, "a", cost_ns=3)
+    assert [[op.cost_ns for op in graph.ops] for graph, _, _ in planner.asked] == [[12], [10]]
+
+
 def test_a_profile_is_refined_so_often_and_no_more(learner, planner):
     for _ in range(REFINEMENTS + 4):
         step(learner, "abc")

@@ -1,5 +1,7 @@
 """The planner: step graphs, forecasts position by position, and plans, all by hand. Units: bytes, ns."""
 
+from collections.abc import Sequence
+
 import pytest
 from builders import a_log, an_op
 from hypothesis import given, settings
@@ -294,6 +296,22 @@ def test_where_a_copy_has_its_price_few_large_storages_are_swapped(planner):
     made = planner(Task(graph, 111, link, (KEEP, SWAP), {}, False, PlannerConfig()))
     assert made.actions == (SWAP, *[KEEP] * 10)
     assert forecast(graph, made.actions, link).stall_ns == 0.5 * 200 + 2 * 50
+
+
+@pytest.mark.parametrize("planner", [PLANNERS["profile"], BESIDE["profile"]], ids=["greedy", "exact"])
+def test_where_a_replay_has_its_price_few_large_storages_are_recomputed(planner):
+    ops = [an_op(100 + i, [0], [i + 1], cost_ns=100 if i == 0 else 5) for i in range(11)]
+    sizes = {0: 0, 1: 100} | dict.fromkeys(range(2, 12), 10)
+    saves = [(record, 1000 * record, record) for record in range(1, 12)]
+    needs = [(order, 20_000 + 1000 * (10 - order)) for order in reversed(range(11))]
+    log = a_log(ops, sizes, saves, needs, [(v, 11 - v) for v in range(11)], 40_000, {0: Kind.SOURCE})
+
+    def made(replay_ns: int) -> Sequence[Action]:
+        graph = build_graph(log, 0, replay_ns)
+        return planner(Task(graph, 111, FAST, (KEEP, RECOMPUTE), {}, False, PlannerConfig())).actions
+
+    assert made(0) == (KEEP, *[RECOMPUTE] * 9, KEEP)
+    assert made(50) == (RECOMPUTE, *[KEEP] * 10)
 
 
 def test_a_copy_s_price_is_dearer_for_what_is_small():

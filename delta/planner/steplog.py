@@ -166,8 +166,9 @@ class Plan:
         return not self.evictions and not self.moves and all(action is Action.KEEP for action in self.actions)
 
 
-def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
-    """Renumber a log. Storages under `min_bytes` are counted but never evicted."""
+def build_graph(log: StepLog, min_bytes: int, replay_ns: int = 0) -> StepGraph:
+    """Renumber a log. Storages under `min_bytes` are counted but never evicted. `replay_ns`: what a replay takes beside
+    the op's own time."""
     index = _node_numbers(log)
     positions = len(log.needs)
     first_need, release = [positions] * len(log.saves), [positions] * len(log.saves)
@@ -179,7 +180,7 @@ def build_graph(log: StepLog, min_bytes: int) -> StepGraph:
     released = ((saved, turns) for (saved, _), turns in zip(log.releases, log.released_in, strict=False))
     return StepGraph(
         _nodes(log, index, min_bytes),
-        _renumbered(log.ops, index),
+        _renumbered(log.ops, index, replay_ns),
         tuple(index[record] for record in log.saves),
         tuple(log.save_ns),
         _floats_to(log),
@@ -218,11 +219,12 @@ def _nodes(log: StepLog, index: Mapping[int, int], min_bytes: int) -> tuple[Node
     )
 
 
-def _renumbered(ops: Iterable[OpInfo], index: Mapping[int, int]) -> tuple[OpInfo, ...]:
+def _renumbered(ops: Iterable[OpInfo], index: Mapping[int, int], replay_ns: int) -> tuple[OpInfo, ...]:
     return tuple(
         replace(
             op,
             id=position,
+            cost_ns=op.cost_ns + replay_ns,
             inputs=tuple(index[record] for record in op.inputs),
             outputs=tuple(index[record] for record in op.outputs),
             overwrites=tuple(index[record] for record in op.overwrites),

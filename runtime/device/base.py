@@ -125,6 +125,8 @@ class Device(Protocol):
     """Whether `used_bytes` counts memory that was freed but not given back, so that `trim` lowers it."""
     copy_ns: int
     """What a copy takes from compute beside the part of its time that `interference` tells of."""
+    replay_ns: int
+    """What an op that is to be replayed takes from compute beside its own time."""
     spill_directory: str | None
     """Where its spill file lies, if it has one."""
     in_order: bool

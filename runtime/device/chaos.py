@@ -51,6 +51,7 @@ class ChaosDevice:
     kind = "chaos"
     hoards = False
     copy_ns = 0
+    replay_ns = 0
     spill_directory: str | None = None
     in_order = False
     torch_device = torch.device("cpu")

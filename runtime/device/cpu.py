@@ -46,6 +46,7 @@ class CpuDevice:
     kind = "cpu"
     hoards = True
     copy_ns = 0
+    replay_ns = 0
     in_order = False
     torch_device = torch.device("cpu")
 
