@@ -32,6 +32,7 @@ from delta.types import Kind, OpInfo
 if TYPE_CHECKING:
     from delta.runtime.core import Core
 
+_graph_task, _grad_enabled = torch._C._current_graph_task_id, torch.is_grad_enabled  # asked for each op
 _SEARCHED = (
     "torch.backends.cudnn.benchmark is on: cuDNN looks for the fastest algorithm of a convolution anew in backward's "
     "thread, and another algorithm gives other bits, so convolutions are not recomputed. Set it to False to have them "
@@ -56,30 +57,33 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, core: Core) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._core = core
+        self._core, self._learner, self._step_ends = core, core.engine.learner, core.engine.step_ends
 
     @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        known = KNOWN.get(id(func))  # as `facts_of`, without a call
+        if known is not None and known[1].idle:
+            return func(*args, **kwargs)
         core = self._core
         if core.passes or (core.owner and core.inside()):
             return func(*args, **kwargs)
-        if not isinstance(func, OpOverload):  # what it runs is not heard of
+        if known is not None:
+            facts = known[1]
+        elif isinstance(func, OpOverload):
+            facts = facts_of(func)
+        else:  # what it runs is not heard of
             core.device.enforce(False)
-            return func(*args, **kwargs)
-        known = KNOWN.get(id(func))  # as `facts_of`, without a call
-        facts = known[1] if known is not None else facts_of(func)
-        if facts.idle:
             return func(*args, **kwargs)
         if facts.cudnn_chooses:
             core.device.enforce(False)  # until the next save: what it is refused it does not say
-        learner = core.engine.learner
-        if torch._C._current_graph_task_id() != -1:
+        learner = self._learner
+        if _graph_task() != -1:
             watched, keep_track = facts.writes and (learner.in_step or core.has_recipes), False
-        elif torch.is_grad_enabled():
-            if core.engine.step_ends.needed:
+        elif _grad_enabled():
+            if self._step_ends.needed:
                 core.forward_again()
             routine = learner.routine
             way = routine.way(func) if routine is not None else Way.RECORD
