@@ -64,18 +64,17 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = KNOWN.get(id(func))  # as `facts_of`, without a call
-        if known is not None and known[1].idle:
-            return func(*args, **kwargs)
         core = self._core
-        if core.passes or (core.owner and core.inside()):
-            return func(*args, **kwargs)
+        known = KNOWN.get(id(func))  # as `facts_of`, without a call
         if known is not None:
             facts = known[1]
         elif isinstance(func, OpOverload):
             facts = facts_of(func)
         else:  # what it runs is not heard of
-            core.device.enforce(False)
+            if not (core.passes or core.inside()):
+                core.device.enforce(False)
+            return func(*args, **kwargs)
+        if facts.idle or core.passes or (core.owner and core.inside()):
             return func(*args, **kwargs)
         if facts.cudnn_chooses:
             core.device.enforce(False)  # until the next save: what it is refused it does not say
