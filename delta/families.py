@@ -160,7 +160,7 @@ class FamilyLearner(Learner):
         return all(expected.foresaw(*saved) for saved in self._saved_bytes())
 
     def _learn_size(self, forced: Mapping[int, Action]) -> Family:
-        graph = self._graph()
+        graph = self._observed()
         structure = tuple(self.log.signatures)
         family = next((known for known in self.families if known.takes(structure, self.dims, graph)), None)
         if family is None:

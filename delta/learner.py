@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from delta.headroom import Beside
+from delta.planner.common import keep_common
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
 from delta.profile import CRAMPED, MOVED, REFINEMENTS, ROOMIER, TIGHTENINGS, TIGHTEST, Profile, refine, with_beside
 from delta.routine import Routine, Way, routine_of, settled, ways_of
@@ -467,6 +468,11 @@ class Learner:
         self.late.clear()
 
     def _graph(self) -> StepGraph:
+        """The step that has ended, with what stays in it for the sake of replays. Where no routine is followed, nothing
+        does."""
+        return keep_common(self._observed()) if self.selective else self._observed()
+
+    def _observed(self) -> StepGraph:
         """The step that has ended."""
         if self.device_times is not None:
             self.log.timed(self.device_times(self.log))
@@ -481,7 +487,8 @@ class Learner:
             profile.idle = True
         elif self.make_plan is not None:
             profile.planned_for_bytes = limit_bytes
-            profile.aim_bytes = int(max(0, limit_bytes - self.standing_bytes) * profile.squeeze)
+            standing_bytes = self.standing_bytes + profile.graph.common_bytes
+            profile.aim_bytes = int(max(0, limit_bytes - standing_bytes) * profile.squeeze)
             profile.planned_graph = profile.graph
             profile.planned_beside = profile.graph.beside_saves + profile.graph.beside_needs
             profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)

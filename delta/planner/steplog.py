@@ -71,7 +71,7 @@ class Node:
     nbytes: int
     order: int
     op: int | None  # index into StepGraph.ops
-    rooted: bool  # always there: parameters, buffers, what the caller holds or an earlier step has made
+    rooted: bool  # always there: parameters, buffers, what the caller holds or an earlier step has made, what is common
     evictable: bool
     encoded_bytes: int = 0
     encode_ns: int = 0
@@ -117,6 +117,11 @@ class StepGraph:
     def saved_bytes(self) -> tuple[int, ...]:
         """By save order: bytes of the storage."""
         return tuple([self.nodes[node].nbytes for node in self.saved])
+
+    @property
+    def common_bytes(self) -> int:
+        """Bytes of what nobody saves and stays all the same (`common.py`)."""
+        return sum(node.nbytes for node in self.nodes if node.rooted and node.op is not None and node.order < 0)
 
     @property
     def unevicted_bytes(self) -> int:
