@@ -44,6 +44,25 @@ class Persistent:
         finally:
             handle.remove()
 
+    @contextmanager
+    def swaps(self) -> Iterator[None]:
+        """Have `torch.utils.swap_tensors`, by which a module may change its parameters, find no weak reference of these
+        here: it would refuse."""
+        plain: Any = torch.utils.swap_tensors
+
+        def swap_tensors(one: Tensor, other: Tensor) -> None:
+            known = [tensor for tensor in (one, other) if self._parameters.pop(id(tensor), None) is not None]
+            try:
+                plain(one, other)
+            finally:
+                self._parameters.update((id(tensor), weakref.ref(tensor)) for tensor in known)
+
+        torch.utils.swap_tensors = swap_tensors
+        try:
+            yield
+        finally:
+            torch.utils.swap_tensors = plain
+
     def _registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         self._new.append(weakref.ref(module))
 

@@ -246,6 +246,7 @@ class evict(ContextDecorator):
             stack.enter_context(ModuleNames(core, model))
         stack.enter_context(AnnouncedWrites(core))
         stack.enter_context(core.persistent.new_modules())
+        stack.enter_context(core.persistent.swaps())
         stack.enter_context(no_replicas())
         self._hooks = hooks = Hooks(core)
         self._tracer = None

@@ -6,6 +6,7 @@ precision, another number of threads), so a replay runs under those of forward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,8 +22,19 @@ def _set_deterministic(on: bool) -> None:
 
 
 def _precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    return partial(read, backend, op), partial(write, backend, op)
+    return partial(torch._C._get_fp32_precision_getter, backend, op), partial(_set_precision, backend, op)
+
+
+def _set_precision(backend: str, op: str, precision: str) -> None:
+    """Where that is what is set for all backends or ops, the op goes on following those."""
+    torch._C._set_fp32_precision_setter(backend, op, "none")
+    if torch._C._get_fp32_precision_getter(backend, op) != precision:
+        torch._C._set_fp32_precision_setter(backend, op, precision)
+
+
+def _flushes() -> bool:
+    """Whether this thread takes subnormal numbers for zero; PyTorch sets that, and does not say it."""
+    return _LEAST_NORMAL * 0.5 == 0.0
 
 
 def _reductions(read: Callable[[], Any], write: Callable[..., Any]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -30,12 +42,14 @@ def _reductions(read: Callable[[], Any], write: Callable[..., Any]) -> tuple[Cal
     return read, lambda value: write(*value)
 
 
+_LEAST_NORMAL = sys.float_info.min
 _EVERYWHERE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_deterministic_algorithms, _set_deterministic),
 )
 _ON_CPU = (
     (torch.get_num_threads, torch.set_num_threads),
+    (_flushes, torch.set_flush_denormal),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
     _precision("mkldnn", "matmul"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -320,14 +320,69 @@ def forward_in_double_precision() -> list[Tensor]:
     return [x.grad]
 
 
+def forward_without_subnormal_numbers() -> list[Tensor]:
+    x = (batch() * 1e-38).requires_grad_()
+    torch.set_flush_denormal(True)
+    try:
+        y = (x * 0.5 * 1e38).sin().exp()
+    finally:
+        torch.set_flush_denormal(False)
+    y.sum().backward()
+    return [x.grad]
+
+
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
-@pytest.mark.parametrize("program", [forward_without_onednn, forward_with_two_threads, forward_in_double_precision])
+@pytest.mark.parametrize(
+    "program",
+    [
+        forward_without_onednn,
+        forward_with_two_threads,
+        forward_in_double_precision,
+        forward_without_subnormal_numbers,
+    ],
+)
 @pytest.mark.parametrize("policy", ["recompute", "swap", "delta"])
 def test_a_replay_runs_under_the_settings_of_forward(program, policy):
     plain = program()
     with block(policy):
         found = program()
     assert [torch.equal(*pair) for pair in zip(plain, found, strict=True)] == [True] * len(plain)
+
+
+@pytest.fixture
+def precisions() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    torch.backends.mkldnn.conv.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("precisions")
+def test_after_a_replay_each_op_follows_what_is_set_for_all_as_before():
+    model, x = small_network(), torch.randn(2, 8, 30, 30)
+    matmul = torch.backends.mkldnn.matmul
+    with block("recompute") as run:
+        torch.backends.fp32_precision = "ieee"
+        loss = model(x).exp().sum()
+        torch.backends.fp32_precision = "bf16"
+        loss.backward()
+        assert run.report().recomputed_bytes and matmul.fp32_precision == "bf16"
+        torch.backends.fp32_precision = "ieee"
+        assert matmul.fp32_precision == "ieee"
+
+
+@pytest.mark.usefixtures("precisions")
+def test_after_a_replay_an_op_has_the_precision_that_was_set_for_it_alone():
+    model, x = small_network(), torch.randn(2, 8, 30, 30)
+    matmul = torch.backends.mkldnn.matmul
+    with block("recompute") as run:
+        matmul.fp32_precision = "bf16"
+        loss = model(x).exp().sum()
+        matmul.fp32_precision = "ieee"
+        loss.backward()
+        assert run.report().recomputed_bytes and matmul.fp32_precision == "ieee"
+        torch.backends.fp32_precision = "bf16"
+        assert matmul.fp32_precision == "ieee"
 
 
 # -- results that are not what was recorded ---------------------------------------------------------------------------

@@ -199,6 +199,17 @@ def test_once_backward_has_written_it_is_seen(writer, before, monkeypatch):
     assert counts[ODD + 1] < counts[ODD + 2]
 
 
+def test_hooks_of_a_parameter_are_known_after_it_was_swapped():
+    training = Training()
+    with evict(training) as run:
+        training.step()
+        bias = training.model.layers[5].bias
+        torch.utils.swap_tensors(bias, nn.Parameter(bias.detach().clone()))
+        assert not run._core.persistent.hooked()
+        bias.register_hook(lambda _: None)
+        assert run._core.persistent.hooked()
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_write_that_comes_for_the_first_time_and_unseen_is_refused_once():
     """Nothing tells of it but the version counter. From then on backward is seen."""

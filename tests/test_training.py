@@ -520,6 +520,23 @@ def the_model_is_copied_and_trained_on() -> list[Tensor]:
 
 # -- loops ------------------------------------------------------------------------------------------------------------
 @program
+def a_model_whose_type_is_changed_by_swapping() -> list[Tensor]:
+    """`torch.utils.swap_tensors` refuses a tensor that anybody refers to weakly."""
+    model, found = network(), list[Tensor]()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for step in range(STEPS):
+            dtype = torch.float64 if step % 3 == 2 else torch.float32
+            loss = model.to(dtype)(torch.randn(6, 8, dtype=dtype)).square().mean()
+            loss.backward()
+            found += [loss.detach(), *state_of(model)]
+            model.zero_grad()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return found
+
+
+@program
 def evaluation_between_steps() -> list[Tensor]:
     model = nn.Sequential(network(), nn.BatchNorm1d(4), nn.Dropout(0.5))
     optimiser, found = sgd(model), []
