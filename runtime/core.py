@@ -113,6 +113,7 @@ class Core:
         self.kept = KeptTensors(self)
         self.noted = Noted(self)
         engine.keeping.give_records = self.kept.give_records
+        engine.keeping.find_used = self.find_used
         self.swap = Swap(self)
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)
