@@ -91,6 +91,10 @@ class Candidates:
             and rec.nbytes >= self._least_bytes
         )
 
+    def in_use(self, rec: Record) -> bool:
+        """Whether a replay reads the record now, or others than Delta use its storage."""
+        return rec.pins > 0 or rec.id in self._used
+
     def allows(self, action: Action) -> bool:
         """Whether the policy has the action at all."""
         return action in self._policy.director.actions

@@ -17,7 +17,7 @@ from delta.recall import Recall
 from delta.record import Host, Record
 from delta.room import Room
 from delta.step_ends import StepEnds
-from delta.types import Kind
+from delta.types import AwaitOut, Kind
 
 
 class Expected:
@@ -89,6 +89,10 @@ class Expected:
         """Whether there is room for `nbytes` more, with nothing else to go."""
         return self._room.has(nbytes)
 
+    def await_for(self, nbytes: int) -> list[AwaitOut]:
+        """Where `nbytes` do not fit: wait for copies out that are late. Nothing else goes for it."""
+        return self._room.await_for(nbytes)
+
     def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
         """The same of a tensor on a storage that has a record: Delta holds it from here on."""
         rec, kept, stretch = self._ledger.records[record], self._keeping.recorded.get(record), self._step_ends.stretch
@@ -117,6 +121,8 @@ class Expected:
             return None
         if (anchors := ledger.anchors(record)) is None:
             return None
+        if not self._has_room_for(order, rec.nbytes + ledger.not_counted_bytes(anchors)):
+            return None
         self._learner.came_first(signature, order, record, rec.nbytes, self._net_ns(now_ns))
         ledger.save(record, order)
         rec.stretch = self._step_ends.stretch
@@ -133,7 +139,12 @@ class Expected:
         fresh = rec.saved_at < 0 and not rec.handles and rec.host is Host.NONE and rec.kind is Kind.ACTIVATION
         if routine is None or not fresh or order != len(self._recall.by_order):
             return False
-        return self._room.has_for(routine.coming_bytes[order], rec.nbytes)
+        return self._has_room_for(order, rec.nbytes)
+
+    def _has_room_for(self, order: int, nbytes: int) -> bool:
+        """Whether there is room for `nbytes` at that save, and for the next one."""
+        routine = self._learner.routine
+        return routine is not None and self._room.has_for(routine.coming_bytes[order], nbytes)
 
     def _one_more(self, record: int) -> None:
         """A record has been saved for the first time."""

@@ -46,7 +46,7 @@ class Kept:
 
 
 def _nobody() -> None:
-    """Stands for who gives records where nothing is ever kept so."""
+    """Stands for the runtime where nothing is ever kept so."""
 
 
 class Keeping:
@@ -60,6 +60,8 @@ class Keeping:
         self.lingering: dict[int, Kept] = {}  # by key: no saved tensor is on these, and notes read them still
         self.give_records: Callable[[], None] = _nobody
         """The runtime's: calls `list_all`, and `list_tensor` for each saved tensor that lives."""
+        self.find_used: Callable[[], None] = _nobody
+        """The runtime's: calls `Engine.still_used`, which is not done at each need while there are kept storages."""
 
     @property
     def any(self) -> bool:

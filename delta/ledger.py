@@ -181,8 +181,8 @@ class Ledger:
     def hold(self, record: int, soon: bool = False) -> None:
         """Delta owns a reference to the storage from here on.
 
-        `soon`: the storage is made by an instruction that comes after others that give room; `note_peak` is called when
-        it is there.
+        `soon`: by an instruction that comes after others that give room; `note_peak` is called when it is there, or by
+        what counts next.
         """
         rec = self.records[record]
         if rec.held:
@@ -365,6 +365,11 @@ class Ledger:
                 if not self.records[source].available:
                     todo.append(source)
         return list(dict.fromkeys(loose))
+
+    def not_counted_bytes(self, records: Iterable[int]) -> int:
+        """What is there of these, and counts as soon as it is held."""
+        found = (self.records[record] for record in records)
+        return sum(rec.nbytes for rec in found if rec.kind is not Kind.PARAMETER and not rec.counted)
 
     def made_bytes(self, op: int) -> int:
         """What running the op allocates: all its outputs, also those that are there already or that nobody needs."""

@@ -12,7 +12,7 @@ from delta.record import Host
 from delta.room import Room
 from delta.settling import Settling
 from delta.totals import Totals
-from delta.types import Instruction, Kind, Leftover, OpInfo
+from delta.types import Instruction, Kind, Leftover, OpInfo, SwapIn
 
 
 class Replays:
@@ -37,11 +37,12 @@ class Replays:
         return self._descent
 
     def before(self, op: OpInfo, now_ns: int) -> list[Instruction]:
-        """Bring in what the op reads and make room for what it makes."""
+        """Make room for what the op makes and what it reads, and bring that in."""
         out: list[Instruction] = []
         for source in dict.fromkeys(op.inputs):
             out += self._recall.bring(self._ledger.records[source], now_ns)
-        return out + self._room.make(self._ledger.made_bytes(op.id), now_ns)
+        out += self._room.make(self._ledger.made_bytes(op.id), now_ns)
+        return sorted(out, key=lambda each: isinstance(each, SwapIn))  # all of them count already
 
     def made_again(self, op: OpInfo) -> list[int]:
         """The outputs of a replay that are to be taken; the others exist already."""

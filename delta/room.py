@@ -130,8 +130,11 @@ class Room:
         out: list[AwaitOut] = []
         if over_bytes <= 0 or not self._ledger.leaving_bytes:
             return out, over_bytes
+        if self._learner.log.needs and self._keeping.any:
+            self._keeping.find_used()
         records = self._ledger.records.values()
         leaving = [rec for rec in records if rec.host is Host.LEAVING and rec.id not in beside]
+        leaving = [rec for rec in leaving if not self.candidates.in_use(rec)]  # it would free nothing
         # What the program still uses would stay when its copy is whole: wait for the others first.
         leaving.sort(key=lambda rec: rec.saved_at not in self._learner.log.loose_at)
         over_now_bytes = over_bytes
@@ -141,6 +144,13 @@ class Room:
                 over_now_bytes -= 0 if self._floats(rec) else rec.nbytes
                 out.append(AwaitOut(rec.id))
         return out, over_bytes
+
+    def await_for(self, nbytes: int) -> list[AwaitOut]:
+        """Wait for copies out until `nbytes` more fit, as far as that helps."""
+        limit = self.limit_bytes
+        if limit is None:
+            return []
+        return self.await_out(self._ledger.resident_bytes + nbytes + self._spare_bytes - limit)[0]
 
     def make(
         self, extra_bytes: int, now_ns: int, guess: bool = False, beside: Collection[int] = ()
@@ -305,8 +315,12 @@ class Room:
             return [Encode(rec.id)]
         out: list[Instruction] = []
         if drops:
-            for anchor in self._ledger.anchors(rec.id) or ():
-                self._ledger.hold(anchor)
+            anchors = self._ledger.anchors(rec.id) or ()
+            if counts_bytes := self._ledger.not_counted_bytes(anchors):
+                out += self.await_for(counts_bytes)
+            soon = bool(out)
+            for anchor in anchors:
+                self._ledger.hold(anchor, soon)
                 out.append(Hold(anchor))
         self._ledger.let_go(rec.id)
         if drops:

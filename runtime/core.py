@@ -105,7 +105,8 @@ class Core:
         self.persistent = persistent
         self.timeline = timeline
         self.clock = device.clock()
-        self.moments = Moments(self.clock) if self.clock.late else None
+        plans = engine.learner.make_plan is not None  # else nobody asks when something came about
+        self.moments = Moments(self.clock) if self.clock.late and plans else None
         if self.moments is not None:
             engine.learner.device_times = self.moments.so_far
         engine.learner.replay_ns = device.replay_ns
@@ -113,6 +114,7 @@ class Core:
         self.kept = KeptTensors(self)
         self.noted = Noted(self)
         engine.keeping.give_records = self.kept.give_records
+        engine.keeping.find_used = self.find_used
         self.swap = Swap(self)
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)

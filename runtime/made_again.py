@@ -76,10 +76,21 @@ class MadeAgain:
                 with under(settings):
                     for note in notes:
                         written = note.overwritten or _nobody_s(note, uses)
-                        if not self._engine.expected.fits(passing_bytes + (0 if written else note.nbytes)):
+                        if not self._has_room(passing_bytes + (0 if written else note.nbytes)):
                             return False
                         passing_bytes = self._replay(note, uses, written, passing_bytes)
         return True
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so much more fits. A device that is behind the host is behind with its copies out, too: they are
+        waited for first."""
+        core, expected = self._core, self._engine.expected
+        if expected.fits(nbytes):
+            return True
+        if not (awaits := expected.await_for(nbytes)):
+            return False
+        core.run(awaits)
+        return expected.fits(nbytes) and not core.noted.given
 
     def _replay(self, note: Note, uses: dict[Made, int], written: Made | None, passing_bytes: int) -> int:
         """Run one, and let go of what the walk has no more use for; `passing_bytes` then, of what it still has.

@@ -49,18 +49,22 @@ class Moments:
         """The engine was told of something: a save or a need, if the log has one more than it had. In a step that is
         `timed` the device is held back."""
         if log is not self._log:
-            self._log, self._saves, self._needs = log, 0, 0
             self._spans.clear()
+            if not log.saves and not log.needs:  # as in a step that is followed no further, which may never end
+                self._log = None
+                return
+            self._log, self._saves, self._needs = log, 0, 0
             self._told = StepTimes()
             self._mark = self._clock.start()
             self._hold = self._held = None
-        if len(log.saves) > self._saves:
+        seen = self._saves + self._needs
+        while len(log.saves) > self._saves:  # more than one where the step was not thought to be of interest
             self._saves += 1
             self._span("save")
-        elif len(log.needs) > self._needs:
+        while len(log.needs) > self._needs:
             self._needs += 1
             self._span("need")
-        else:
+        if seen == self._saves + self._needs:
             return
         if timed:
             self._keep_busy(log)

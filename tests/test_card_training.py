@@ -7,14 +7,18 @@ from typing import NamedTuple
 import pytest
 import torch
 from models import CASES, train
-from simulated_card import SimulatedCard, SimulatedEvent, Stream
+from simulated_card import Event, SimulatedCard, SimulatedEvent, SimulatedStream, Stream
 from torch import Tensor, nn
 
 import delta
+from delta.learner import Learner
+from delta.planner import PLANNERS, Plan, Task
+from delta.planner.assemble import plan_of
 from delta.planner.steplog import StepGraph
 from delta.runtime import session
 from delta.runtime.device.cuda import CudaDevice
 from delta.runtime.monitor import maps_memory
+from delta.types import Action
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -67,6 +71,74 @@ def test_a_training_on_a_card_gives_the_same_bits(card, case, policy, share):
     assert card.slabs == 0
     replayed = [op for profile in run._core.engine.learner.profiles for op in profile.graph.ops]
     assert all(op.cost_ns >= run._core.device.replay_ns > 0 for op in replayed)
+
+
+class LateEvent(SimulatedEvent):
+    def record(self, stream: Stream) -> None:
+        super().record(stream)
+        self.card.compute_all()
+
+
+class LateStream(SimulatedStream):
+    def wait_event(self, event: Event) -> None:
+        super().wait_event(event)
+        self.card.compute_all()
+
+
+class LateCard(SimulatedCard):
+    """Compute is done at once. Copies have never ended by themselves, until compute waits for them."""
+
+    def new_stream(self) -> LateStream:
+        self.streams.append(LateStream(self, f"stream{len(self.streams)}"))
+        return self.streams[-1]
+
+    def new_event(self) -> LateEvent:
+        return LateEvent(self)
+
+    def compute_all(self) -> None:
+        self.run_until(lambda: not self.streams[0].work)
+
+    def let_some_run(self) -> None:
+        """They are late."""
+
+
+@pytest.mark.parametrize("share", ["30%", "50%", "70%"])
+@pytest.mark.parametrize("case", ["gpt", "encoder"])
+def test_late_copies_out_cost_neither_the_limit_nor_a_routine(monkeypatch, case, share):
+    """A third of what is saved is kept, swapped and dropped each, as far as that fits and can be."""
+    card, ways = LateCard(), (Action.SWAP, Action.RECOMPUTE, Action.KEEP)
+    monkeypatch.setattr(session, "make_device", lambda name, host: CudaDevice(card, host))
+    plain = train(CASES[case], 2 * STEPS)
+
+    def mixed(task: Task) -> Plan:
+        actions = []
+        for order, node in enumerate(task.graph.nodes[node] for node in task.graph.saved):
+            way = ways[order % 3] if node.evictable else Action.KEEP
+            replayable = node.op is not None and task.graph.ops[node.op].replayable
+            actions.append(Action.SWAP if way is Action.RECOMPUTE and not replayable else way)
+        kept = [order for order, action in enumerate(actions) if action is Action.KEEP]
+        while (plan := plan_of(task.graph, task.link, actions)).peak_bytes > task.limit_bytes and kept:
+            if task.graph.nodes[task.graph.saved[order := kept.pop()]].evictable:
+                actions[order] = Action.SWAP
+        return plan
+
+    monkeypatch.setitem(PLANNERS, "profile", mixed)
+    cramped: list[Learner] = []
+    monkeypatch.setattr(Learner, "cramped", lambda learner: cramped.append(learner))
+    policy = delta.load_policy("delta", {"filter.min_bytes": 0, "planner.kind": "profile"})
+    with delta.evict(activations=share, policy=policy, device="cuda") as run:
+        assert run._core is not None
+        run._core.planning.close()  # nobody looks for a better plan
+        engine, peaks = run._core.engine, list[tuple[int, int]]()
+        finish = engine._finish_step
+        monkeypatch.setattr(
+            engine, "_finish_step", lambda *args: peaks.append((args[1], engine.limit_bytes or 0)) or finish(*args)
+        )
+        evicted = train(CASES[case], 2 * STEPS)
+        assert engine.routine is not None
+    assert plain.differences(evicted) == []
+    assert not cramped
+    assert all(peak_bytes <= limit_bytes for peak_bytes, limit_bytes in peaks[1:])
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ from toy import LINK, Toy
 
 from delta import room
 from delta.budget import Budget
+from delta.engine import Engine
 from delta.errors import BudgetError
+from delta.keeping import Kept
 from delta.planner import Plan
 from delta.planner.steplog import Moves, build_graph
 from delta.profile import Profile
@@ -424,6 +426,70 @@ def test_a_copy_out_of_what_the_program_still_uses_frees_nothing_now(loose, awai
     assert toy.leaving == [1, 2]
     toy.let_go(*loose)
     assert [i.record for i in toy.engine.allocating(100, 30) if isinstance(i, AwaitOut)] == awaited
+
+
+@pytest.mark.parametrize("read", [Engine.still_used, lambda engine, records: engine.lent(records[0], 30)])
+def test_a_copy_out_of_what_backward_or_a_replay_reads_frees_nothing_either(read):
+    """A card that is behind the host is behind with its copies out, too, and backward may have come to one of them."""
+    toy = Toy(250, SWAP)
+    toy.source(0, 10)
+    for k in (1, 2):
+        toy.op(k, 100, [k - 1])
+    toy.slow = True
+    toy.save(1, 10)
+    toy.save(2, 20)
+    toy._do(toy.engine.make_place(1, 25))
+    toy.let_go(1, 2)
+    assert toy.leaving == [1, 2]
+    read(toy.engine, [1])
+    assert [i.record for i in toy.engine.allocating(100, 30) if isinstance(i, AwaitOut)] == [2]
+
+
+def test_while_storages_are_only_kept_it_is_looked_up_what_backward_uses():
+    toy, asked = Toy(250, SWAP), []
+    forward(toy, 1)
+    leaves(toy, 1, 15)
+    toy.engine.keeping.find_used = lambda: asked.append(1) or toy.engine.still_used([1])
+    toy.engine.keeping.first(Kept(key=7, record=3, nbytes=140, order=1, saved_ns=0), 0, 0)
+    assert toy.engine._room.await_for(100) == [AwaitOut(1)] and not asked, "forward gives nothing out"
+    toy.engine.learner.needed(1, 30)
+    assert toy.engine._room.await_for(10) == [] and not asked, "there is room"
+    assert toy.engine._room.await_for(100) == [] and asked
+
+
+def test_what_a_recipe_cannot_do_without_has_room_before_it_counts():
+    """Nobody has recorded how 2 is made, and 3 is made from it: 100 bytes count from here on. A copy out is late."""
+    toy = Toy(1000)
+    room, ledger = toy.engine._room, toy.engine.ledger
+    toy.source(0, 10)
+    toy.op(1, 200, [0])
+    toy.save(1, 10)
+    toy.let_go(1)
+    toy._do(room.carry_out(ledger[1], Action.SWAP, 15, wait=False))
+    toy.source(2, 100, Kind.ACTIVATION)
+    toy.op(3, 100, [2])
+    toy.save(3, 20)
+    assert toy.leaving == [1]
+    toy.engine.budget.activations = Bytes(350)
+    gone = [AwaitOut(1), Drop(1, Action.SWAP), Hold(2), Drop(3, Action.RECOMPUTE)]
+    assert toy._do(room.carry_out(ledger[3], Action.RECOMPUTE, 20, wait=False)) == gone
+    assert ledger.peak_resident_bytes == 300
+
+
+def test_all_that_a_replay_takes_has_room_before_copies_back_begin():
+    """They count from when they are decided, and the first one would be seen to be over the limit by the second."""
+    toy = Toy(1000)
+    room, ledger = toy.engine._room, toy.engine.ledger
+    toy.source(0, 10)
+    for k, read in ((1, [0]), (2, [0]), (3, [1, 2]), (4, [0])):
+        toy.op(k, 100, read)
+        toy.save(k, 10 * k)
+    toy.let_go(1, 2, 3, 4)
+    for k, action in ((1, Action.SWAP), (2, Action.SWAP), (3, Action.RECOMPUTE), (4, Action.SWAP)):
+        toy._do(room.carry_out(ledger[k], action, 50, wait=k != 4))
+    assert toy.leaving == [4]
+    toy.engine.budget.activations = Bytes(310)
+    assert toy.need(3, 60)[:4] == [AwaitOut(4), Drop(4, Action.SWAP), SwapIn(1), SwapIn(2)]
 
 
 def test_copies_that_the_plan_counts_on_are_not_counted_twice():

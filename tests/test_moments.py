@@ -148,6 +148,47 @@ def test_of_a_step_that_was_not_shown_nothing_is_known():
     assert step.card.waits == 0
 
 
+def test_moments_that_were_not_shown_are_taken_to_be_those_of_the_next_one():
+    """Of a step that turns out to be no routine's the first save has gone by."""
+    step = Step.begun(5000)
+    step.log.saves.append(0)
+    step.save(5010)
+    step.save(5030)
+    step.need(5100)
+    assert step.moments.so_far(step.log) == StepTimes((0, 0, 20), (90,), 90)
+
+
+def test_of_a_step_that_is_followed_no_further_nothing_is_kept():
+    """It may go on for as long as the program runs."""
+    step = Step.begun()
+    step.save(0)
+    step.log = StepLog()
+    step.moments.saw(step.log)
+    for at_ns in range(100):
+        step.adds(at_ns, at_ns + 1)
+        step.moments.saw(step.log)
+    assert not step.moments._spans
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_a_step_that_begins_as_another_kind_does_has_the_device_s_times(monkeypatch):
+    """Nothing was timed as long as it was taken for that."""
+    graphs, x, card = [], torch.randn(64, requires_grad=True), Card()
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: card)
+    chosen = delta.load_policy("swap", {"filter.min_bytes": 0})
+    with delta.evict(activations="70%", policy=chosen, device="cpu") as run:
+        assert run._core is not None
+        learner = run._core.engine.learner
+        plans = learner.make_plan
+        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        for _ in range(4 + REFINEMENTS):
+            x.sin().sin().sin().sin().sin().sin().sum().backward()
+        assert learner.routine is not None and learner.routine.orders
+        x.cos().sin().sin().sin().sin().sin().sin().sum().backward()
+    assert graphs[-1].ops[0].name == "aten.cos"
+    assert graphs[-1].end_ns == 0, "that clock stands still"
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_step_that_fits_needs_no_times(monkeypatch):
     plain = train(CASES["gpt"], 3)
@@ -269,6 +310,15 @@ def test_a_clock_of_a_device_that_is_done_at_once_has_no_moments():
         assert run._core is not None
         assert run._core.moments is None
         assert run._core.engine.learner.device_times is None
+
+
+@pytest.mark.parametrize(("policy", "told"), [("delta", True), ("mimose", True), ("dtr", False)])
+def test_a_policy_that_does_not_plan_asks_for_no_moments(monkeypatch, policy, told):
+    monkeypatch.setattr(CpuDevice, "clock", lambda _: Slow())
+    with delta.evict(activations="50%", policy=policy, device="cpu") as run:
+        assert run._core is not None
+        assert (run._core.moments is not None) is told
+        assert (run._core.engine.learner.device_times is not None) is told
 
 
 class Held(Slow):

@@ -37,6 +37,7 @@ from delta.runtime.note import Made, Note, NotedTensor
 from delta.runtime.recorder import Recorder
 from delta.runtime.swap import Swap
 from delta.types import Action, OpInfo
+from delta.units import Bytes
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
 pytestmark = [
@@ -520,6 +521,34 @@ def test_what_is_read_may_be_saved_once_more(monkeypatch: pytest.MonkeyPatch) ->
         assert core.noted.on and records_read(core)
         counted(core)
         last.backward()
+        nothing_left(core)
+    assert all(torch.equal(found, grad) for found, grad in zip([x.grad, w.grad], expected, strict=True))
+
+
+def test_copies_out_that_are_late_are_waited_for_before_a_walk_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card is behind the host, and its copies are: none has been seen to end when backward begins."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(64, requires_grad=True) for _ in range(2))
+
+    def loss() -> Tensor:
+        y = x
+        for _ in range(4):
+            y = ((y.sin().exp() * 2.0) * w).sin()
+        return y.sum()
+
+    loss().backward()
+    expected, x.grad, w.grad = [x.grad, w.grad], None, None
+    with planned(loss, exp_swapped) as core:
+        x.grad = w.grad = None
+        cramped: list[Learner] = []
+        monkeypatch.setattr(Learner, "cramped", lambda learner: cramped.append(learner))
+        monkeypatch.setattr(Swap, "poll", lambda _: None)
+        last, ledger = loss(), core.engine.ledger
+        assert ledger.leaving_bytes
+        core.engine.budget.activations = Bytes(ledger.resident_bytes)
+        last.backward()
+        assert not cramped
+        monkeypatch.undo()
         nothing_left(core)
     assert all(torch.equal(found, grad) for found, grad in zip([x.grad, w.grad], expected, strict=True))
 
