@@ -36,9 +36,9 @@ from delta.runtime.spill import SpillFile
 _PROBE_BYTES = 16 * 2**20
 _PROBE_ROUNDS = 3
 _INTERFERENCE = 0.02  # copy engines do the work: an H100 lost 0 to 3 %
-# The host's time counts where the host is behind, and an H200 waited for it in most of a step of GPT-2: 0.15 ms for
-# each op to be replayed, in forward and backward, and 0.7 for each copy out and back, were measured on a CPU's core; the
-# host of that card took about twice as long for all that could be compared. Half of that, since not all of it counts.
+# The host's time counts where the host is behind, and an H200 waited for it in most of a step of GPT-2. On a CPU's core
+# an op to be replayed takes 0.2 ms of it, in forward and backward, and a copy out and back 0.7; the host of that card
+# took twice as long for all that could be compared. About half of that, since not all of it counts.
 _COPY_NS, _REPLAY_NS = 100_000, 200_000
 # Of a budget, what the allocator may reserve from the card for it: it does so in segments, and what is free in one that
 # is in use may be too small for the next request.
