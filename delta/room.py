@@ -358,7 +358,18 @@ class Room:
 
     def _shortage(self, limit_bytes: int, needed_bytes: int, coming_bytes: int) -> Shortage:
         records = self._ledger.records.values()
-        return Shortage(limit_bytes, needed_bytes, parts_of(records, coming_bytes, self._policy.filter.min_bytes))
+        parts = parts_of(records, coming_bytes, self._policy.filter.min_bytes)
+        shortage, budget = Shortage(limit_bytes, needed_bytes, parts), self._budget
+        if budget.device_bytes is None:
+            return shortage
+        here_bytes = self._headroom.here_bytes if self._headroom is not None else None
+        beside_bytes = budget.other_bytes if here_bytes is None else here_bytes
+        return replace(
+            shortage,
+            device_bytes=budget.device_bytes,
+            beside_bytes=beside_bytes,
+            reserve_bytes=budget.reserve_bytes,
+        )
 
     def shortage_of(self, limit_bytes: int, peak_bytes: int) -> Shortage:
         """What to say of a step that was over the limit: its worst moment that is known."""

@@ -18,14 +18,26 @@ class Shortage:
     needed_bytes: int
     parts: str
     on: str = "saved activations"  # what the limit is for
+    device_bytes: int | None = None  # the budget that was given, where it is one on the device ...
+    beside_bytes: int = 0  # ... of which so much is in use for other things
+    reserve_bytes: int = 0  # ... or kept free
 
     @property
     def over_bytes(self) -> int:
         return self.needed_bytes - self.limit_bytes
 
     def __str__(self) -> str:
+        limit, budget = format_bytes(self.limit_bytes), f"{format_bytes(self.limit_bytes)} for {self.on}"
+        left = ""
+        if self.device_bytes is not None:
+            budget = f"{format_bytes(self.device_bytes)} for the device"
+            beside, reserve = format_bytes(self.beside_bytes), format_bytes(self.reserve_bytes)
+            left = (
+                f"{beside} are in use for other things, {reserve} are kept in reserve, which leaves {limit} for saved "
+                "activations, of which "
+            )
         return (
-            f"the budget of {format_bytes(self.limit_bytes)} for {self.on} cannot be held: "
+            f"the budget of {budget} cannot be held: {left}"
             f"{format_bytes(self.needed_bytes)} have to be resident at once, made up of {self.parts}. "
             "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, "
             "filter.min_bytes)."

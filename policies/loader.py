@@ -181,6 +181,10 @@ def _explain_one(details: dict[str, Any]) -> str:
             return f"{prefix.removeprefix('.')}{inner}"
         case "model_type" | "model_attributes_type":
             return f"{key}={details['input']!r}: must be a section with the keys {', '.join(_siblings([*loc, '']))}."
+        case "tuple_type":
+            return f"{key}={details['input']!r}: must be a list, in brackets or with a dash before each item."
+        case "too_short":
+            return f"{key}={details['input']!r}: must name at least {details['ctx']['min_length']}."
         case _:
             message = details["msg"]
             return f"{key}={details['input']!r}: {message[0].lower()}{message[1:]}."

@@ -78,6 +78,10 @@ def _nothing() -> None:
     """Stands for the recorder's switch where no recorder is."""
 
 
+def _is_small_view(tensor: Tensor) -> bool:
+    return 2 * tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+
+
 def _refuse_in_child() -> None:
     raise DeltaError(
         "backward runs in a forked process, and forward ran in the process that it was forked from: run both in one"
@@ -261,8 +265,9 @@ class Core:
     def record_of(self, tensor: Tensor) -> int | None:
         """The record of an op's input; one seen for the first time is a source or a parameter.
 
-        None for a small view of a big storage, because a recipe would have to hold all of it (rule 1), for a weight
-        that FSDP may have freed when the recipe is replayed, and for what may be written unseen (rule 19).
+        None for a small view of a big storage that this step has not made, because a recipe would have to hold all of
+        it (rule 1), for a weight that FSDP may have freed when the recipe is replayed, and for what may be written
+        unseen (rule 19).
         """
         if self.persistent.refilled(tensor):
             return None
@@ -275,6 +280,9 @@ class Core:
             return None
         rec, slot = self.engine.ledger.records[record], self.slots[record]
         if rec.kind is not Kind.PARAMETER and is_shared(tensor):
+            return None
+        before = self.engine.routine is None and rec.kind is Kind.ACTIVATION and rec.op is None and not rec.handles
+        if before and _is_small_view(tensor):  # of what was made before this step, as a data set is
             return None
         if slot.seen is None or not rec.depended_on:
             slot.look_at(tensor)
@@ -297,7 +305,7 @@ class Core:
             return None
         if self.engine.routine is not None:  # what it plans to replay reads what has had a record in other steps
             return self.create(tensor, Kind.ACTIVATION)
-        if 2 * tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
+        if _is_small_view(tensor):
             return None
         return self.create(tensor, Kind.SOURCE)
 

@@ -31,7 +31,8 @@ class Gauge:
             used = device.used_bytes()
         if used > budget.whole_bytes:
             now = max(now, used)
-        self.peak_bytes = max(self.peak_bytes, used)
+        # A card's peak since the last look may be more than there was: it is the most that can have been.
+        self.peak_bytes = max(self.peak_bytes, used, peak if device.hoards else 0)
         if own:
             self._engine.settled(now)
         else:

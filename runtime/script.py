@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 import delta
-from delta.errors import DeltaError, TraceError
+from delta.errors import DeltaError, StorageModifiedError, TraceError
 from delta.files import marked
 from delta.report import Report
 from delta.trace import Recording, read, summary
@@ -43,13 +43,16 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
 
     Of several processes (torchrun) each writes files of its own, with ``-rank0`` and so on in their names. SystemExit
     with a code passes through, so the exit code is the script's. Another exception of the script is printed
-    without Delta's own frames and exits with 1, as the interpreter would. Raises DeltaError for options that make no
-    sense, and TraceError if no step could be recorded.
+    without Delta's own frames and exits with 1, as the interpreter would; so is a StorageModifiedError, which plain
+    PyTorch would have raised as well. Raises DeltaError for options that make no sense, and TraceError if no step could
+    be recorded.
     """
     path = Path(script).absolute()
     if not path.is_file():
         raise DeltaError(f"script={script!r}: there is no such file")
     options = _of_this_rank(options)
+    if options.report is not None:
+        _check_place(options.report)
     run = delta.evict(
         budget=options.budget,
         activations=options.activations,
@@ -63,12 +66,12 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
     try:
         with ending, _interpreter_for(path, [script, *arguments]):
             _run_main(path)
-    except DeltaError:
-        raise
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
     except Exception as error:
+        if isinstance(error, DeltaError) and not isinstance(error, StorageModifiedError):
+            raise
         _print_like_interpreter(error, path)
         raise SystemExit(1) from error
     finally:
@@ -127,6 +130,13 @@ def _print_like_interpreter(error: Exception, path: Path) -> None:
     while frame is not None and frame.tb_frame.f_code.co_filename != str(path):
         frame = frame.tb_next
     traceback.print_exception(type(error), error, frame)
+
+
+def _check_place(file: str) -> None:
+    """DeltaError where no report could be written, before the script runs."""
+    path = Path(file)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DeltaError(f"report={file!r}: cannot be written: give a file in a directory that exists and is writable")
 
 
 def _publish(report: Report, file: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import threading
 import time
 import weakref
@@ -20,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from delta.budget import Budget
 from delta.config import Policy
 from delta.engine import Engine
-from delta.errors import BudgetError, DeltaError, NestedSessionError, PolicyError
+from delta.errors import BudgetError, DeltaError, NestedSessionError, PolicyError, TimelineError, TraceError
 from delta.files import marked
 from delta.policies.loader import load
 from delta.report import Report
@@ -81,7 +82,8 @@ class evict(ContextDecorator):
     so on, and goes on counting the steps to be traced. A backward after the block has ended still works.
 
     Raises BudgetError (budget unreadable, or given twice), PolicyError, SwapError (spill directory), TimelineError,
-    TraceError, NestedSessionError; where it is left in another thread than it was entered in, DeltaError.
+    TraceError, NestedSessionError; DeltaError for a model that is none, and where it is left in another thread than it
+    was entered in.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class evict(ContextDecorator):
         trace: str | os.PathLike[str] | Recording | None = None,
         device: str | torch.device | None = None,
     ) -> None:
+        _refuse_types(model, timeline, trace)
         if budget is not None and activations is not None:
             raise BudgetError(
                 f"budget={budget!r} and activations={activations!r} were both given; give one: budget= for all device "
@@ -316,6 +319,18 @@ def _warn_of_spilling_to_memory(engine: Engine, directory: str) -> None:
     facts = spill_facts(directory)
     if facts.in_memory:
         engine.totals.warn("spill", f"the spill directory {facts.text}")
+
+
+def _refuse_types(model: object, timeline: object, trace: object) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        raise DeltaError(
+            f"model={reprlib.repr(model)}: a {type(model).__name__} is no torch.nn.Module. The model comes first, and "
+            'may be left out; all else has its name: delta.evict(model, activations="40%"), @delta.evict(budget="8GiB")'
+        )
+    if not isinstance(timeline, str | os.PathLike | None):
+        raise TimelineError(f"timeline={timeline!r}: give the path of a file")
+    if not isinstance(trace, str | os.PathLike | Recording | None):
+        raise TraceError(f"trace={trace!r}: give the path of a file, or a delta.trace.Recording")
 
 
 def _refuse_modules(policy: Policy) -> None:

@@ -336,8 +336,16 @@ def test_run_writes_the_report(runs: list[FakeRun], tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     assert deltactl("run", "--report", str(file), script(tmp_path, "")).exit_code == 0
     assert json.loads(file.read_text())["steps"] == 3
-    bad = deltactl("run", "--report", str(tmp_path / "no" / "r.json"), script(tmp_path, ""))
-    assert bad.exit_code == 2 and "r.json' cannot be written" in bad.stderr.replace("': cannot", "' cannot")
+
+
+@pytest.mark.parametrize("place", ["no/r.json", "."])
+def test_run_says_before_the_script_runs_that_there_can_be_no_report(
+    runs: list[FakeRun], tmp_path: Path, place: str
+) -> None:
+    file = tmp_path / place
+    bad = deltactl("run", "--report", str(file), script(tmp_path, "print('ran')"))
+    assert refused(bad).startswith(f"report={str(file)!r}: cannot be written: give a file in a directory that exists")
+    assert bad.stdout == ""
 
 
 def test_a_script_of_a_relative_path_looks_as_under_the_interpreter(
@@ -409,6 +417,14 @@ def test_run_ends_on_an_error_of_delta_with_its_text(runs: list[FakeRun], tmp_pa
     done = deltactl("run", script(tmp_path, "import delta\nraise delta.SwapError('disk full')\n"))
     assert done.exit_code == 2
     assert "deltactl: disk full" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_shows_where_a_script_has_changed_what_backward_needs(runs: list[FakeRun], tmp_path: Path) -> None:
+    """Plain PyTorch would have raised there, too."""
+    done = deltactl("run", script(tmp_path, "import delta\nraise delta.StorageModifiedError('changed')\n"))
+    assert done.exit_code == 1
+    assert f'File "{tmp_path}/train.py", line 2, in <module>' in done.stderr
+    assert "StorageModifiedError: changed" in done.stderr
 
 
 def test_run_refuses_what_cannot_run(runs: list[FakeRun], tmp_path: Path) -> None:

@@ -837,6 +837,19 @@ def test_a_strict_budget_that_cannot_be_held_is_an_error_that_names_the_floor_an
     assert "Give a larger budget, a smaller batch, or a policy that may evict more" in text
 
 
+def test_a_device_budget_that_cannot_be_held_is_told_as_it_was_given():
+    """Of 1000 bytes 600 are in use for other things and 30 in reserve: the input (500) does not fit into the rest."""
+    toy = Toy(Budget(device_bytes=1000, reserve_bytes=30, other_bytes=600), RECOMPUTE, budget={"strict": True})
+    toy.source(0, 500)
+    toy.save(0, 10)
+    with pytest.raises(BudgetError) as caught:
+        toy.engine.raise_failed()
+    assert str(caught.value).startswith(
+        "the budget of 1000 B for the device cannot be held: 600 B are in use for other things, 30 B are kept in "
+        "reserve, which leaves 370 B for saved activations, of which 500 B have to be resident at once, made up of "
+    )
+
+
 def test_a_budget_that_was_not_held_is_warned_of_once_when_the_step_has_ended():
     toy = Toy(500, RECOMPUTE)
     for base in (0, 10, 20):

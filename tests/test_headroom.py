@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 from toy import Toy
@@ -20,6 +21,7 @@ from delta.ledger import Ledger
 from delta.planner import StepLog, plan_step
 from delta.planner.steplog import build_graph
 from delta.profile import Profile
+from delta.runtime.gauge import Gauge
 from delta.runtime.rawmem import heap_bytes
 from delta.types import Action, Kind, Link, Mode, SwapIn
 
@@ -277,6 +279,16 @@ def test_in_backward_a_peak_was_there_beside_what_has_died_since():
     ledger.resident_bytes = 100
     headroom.looked(300, 950)
     assert budget.other_bytes == 950 - 500
+
+
+@pytest.mark.parametrize(("hoards", "peak_bytes"), [(True, 900), (False, 700)])
+def test_a_peak_between_two_looks_is_in_the_report_where_the_device_is_sure_of_it(hoards, peak_bytes):
+    """What a card tells is the most that can have been."""
+    engine = Toy(Budget(device_bytes=800)).engine
+    device = SimpleNamespace(hoards=hoards, in_use=lambda: (700, 900), used_bytes=lambda: 700)
+    gauge = Gauge(engine, device)
+    gauge.look()
+    assert gauge.peak_bytes == peak_bytes
 
 
 def test_beside_of_two_steps():

@@ -362,6 +362,20 @@ def test_an_exception_leaves_nothing_behind_and_a_new_block_works(when, device, 
     assert torch.equal(x.grad, x.detach().cos())
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"model": "40%"}, delta.DeltaError, r"model='40%': a str is no torch.nn.Module.*activations=\"40%\""),
+        ({"model": len}, delta.DeltaError, "model=<built-in function len>: .*@delta.evict"),
+        ({"timeline": True}, delta.TimelineError, "timeline=True: give the path of a file"),
+        ({"trace": 3}, delta.TraceError, "trace=3: give the path of a file, or a delta.trace.Recording"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_by_its_name(given, error, told):
+    with pytest.raises(error, match=told):
+        delta.evict(**given)
+
+
 def test_a_nested_block_is_refused_and_the_outer_one_goes_on():
     x = torch.ones(60, requires_grad=True)
     with block() as run:

@@ -232,7 +232,12 @@ def test_neither_name_nor_path(given):
         ("name: x\nfilter: {min_bytes: 8 apples}\n", ": filter.min_bytes='8 apples': the unit 'apples' is unknown."),
         ("name: x\nbudget: {reserve: 120%}\n", ": budget.reserve='120%': a share must lie between 0% and 100%."),
         ("name: x\nbudget: {strict: maybe}\n", ": budget.strict='maybe': input should be a valid boolean"),
-        ("name: x\ndirector: {actions: []}\n", ": director.actions=[]: tuple should have at least 1 item"),
+        ("name: x\ndirector: {actions: []}\n", ": director.actions=[]: must name at least 1."),
+        (
+            "name: x\ndirector: {actions: swap}\n",
+            ": director.actions='swap': must be a list, in brackets or with a dash",
+        ),
+        ("name: x\nrules: {op: aten.mm, action: keep}\n", ": must be a list, in brackets or with a dash"),
         ("name: x\ndirector: {actions: [keep, keep]}\n", ": director.actions: each action may be named once"),
         ("name: x\ndirector: {actions: [keep, compress]}\n", ": director.actions.1='compress': input should be 'keep'"),
         ("name: x\ndirector: {actions: [keep]}\n", ": planner.kind=profile has nothing to plan"),

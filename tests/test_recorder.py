@@ -248,6 +248,17 @@ def test_a_small_view_of_a_big_storage_is_no_input(core):
     assert core.engine.ledger.ops[record(core, z).op].replayable
 
 
+def test_nor_is_a_small_view_of_what_an_earlier_step_has_made(core):
+    """As of a data set that the program made inside the block: each batch is a stack of its rows."""
+    with Recorder(core):
+        big = torch.zeros(100).sin()
+        core.run(core.engine._cut())
+        y = big[:10].sin()
+        z = big[:60].sin()
+    assert not core.engine.ledger.ops[record(core, y).op].replayable
+    assert core.engine.ledger.ops[record(core, z).op].replayable
+
+
 def test_subclasses_and_sparse_tensors_are_left_alone(core):
     class Mine(torch.Tensor):
         pass
