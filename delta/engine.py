@@ -435,6 +435,7 @@ class Engine:
         if rec.kind is Kind.PARAMETER:
             return []
         if self.learner.in_step and rec.saved_at >= 0:
+            self.expected.alone_until(rec.saved_at, now_ns)
             self.learner.needed(rec.saved_at, self._net_ns(now_ns))
         if self._headroom is None:
             return self._recall.bring(rec, now_ns) if not rec.held else []
@@ -560,6 +561,7 @@ class Engine:
     # -- ends -----------------------------------------------------------------------------------------------------
     def _end_step(self, now_ns: int, whole: bool = True) -> list[Instruction]:
         """`whole`: it was one step, else it was found out too late that one had ended, and nothing can be learned."""
+        self.expected.alone_until(None, now_ns)
         self.keeping.end()  # what is left over is of no step, and has to be told apart from what is
         ledger, mode = self.ledger, self.learner.mode
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)

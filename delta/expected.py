@@ -8,10 +8,11 @@ gets None, and takes the whole way (`Engine.saved`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 from delta.headroom import HeadRoom
 from delta.keeping import Keeping, Kept
-from delta.learner import Learner
+from delta.learner import NOBODY_S, Learner
 from delta.ledger import Ledger
 from delta.recall import Recall
 from delta.record import Host, Record
@@ -39,6 +40,7 @@ class Expected:
         self._ledger, self._learner, self._keeping, self._room = ledger, learner, keeping, room
         self._recall, self._step_ends, self._headroom = recall, step_ends, headroom
         self._least_bytes, self._net_ns = least_bytes, net_ns
+        self._alone: list[tuple[int, int]] = []  # heap of what is left alone: needs until it has gone, and its bytes
 
     def keep(
         self,
@@ -152,6 +154,42 @@ class Expected:
         if self._headroom is not None:
             self._headroom.saved()
 
+    # -- what is left to autograd -------------------------------------------------------------------------------------
+    def may_leave_alone(self, calls: int) -> bool:
+        """Whether nobody need hear of saves after so many calls, which is where the routine has it so. Not in the first
+        step that follows it, nor where what is saved meanwhile, and next, may find no room."""
+        learner = self._learner
+        routine, alone = learner.routine, learner.routine.alone if learner.routine is not None else None
+        if routine is None or alone is None or not routine.followed or self._headroom is not None:
+            return False
+        return learner.packs == alone.saves_before(calls) > 0 and self._room.has(alone.rises[calls])
+
+    def left_alone(self, calls: int | None, now_ns: int) -> None:
+        """Somebody hears of saves again, after so many calls, or because forward has ended (None): autograd has kept
+        what was saved meanwhile. Where it has not ended after all, what that was is not known."""
+        routine = self._learner.routine
+        assert routine is not None and routine.alone is not None
+        alone = routine.alone
+        if calls is None and not routine.complete:
+            self._learner.lose_track()
+            return
+        for order in self._learner.came_alone(alone.saves_before(calls), self._net_ns(now_ns)):
+            self._recall.by_order.append(NOBODY_S)
+            heappush(self._alone, (alone.until[order], alone.nbytes[order]))
+            self._ledger.count(0, alone.nbytes[order], alone.nbytes[order])
+
+    def alone_until(self, order: int | None, now_ns: int) -> None:
+        """Before a need of that save order, or at the end of the step (None): what was left alone has been asked for,
+        and has gone, up to here."""
+        if not self._alone:
+            return
+        if order is not None:
+            self._learner.needed_alone(order, self._net_ns(now_ns))
+        while self._alone and (order is None or self._alone[0][0] <= len(self._learner.log.needs)):
+            _, nbytes = heappop(self._alone)
+            self._ledger.count(0, -nbytes, -nbytes)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
     def need(self, kept: Kept, stretch: int, stays: bool, now_ns: int, in_backward: bool) -> bool:
         """Somebody asks for a kept storage, which was saved in that stretch. Whether `pressure` or `prefetch` has
         something to do."""
@@ -161,6 +199,7 @@ class Expected:
         if stays:
             learner.asked()
             return False
+        self.alone_until(kept.order, now_ns)
         learner.needed(kept.order, self._net_ns(now_ns))
         if headroom is not None:
             headroom.needed()

@@ -26,6 +26,7 @@ MOST_OPS = 3 * LONGEST  # ops of a step that is still followed, or between two s
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 NOTHING = Beside()
 NO_STRAYS: Mapping[int, Action] = {}
+NOBODY_S = -1  # in place of the record of what nobody was told of
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
 HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
@@ -56,6 +57,7 @@ class Learner:
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
     selective: bool = True  # whether routines are followed at all
+    alone: set[int] = field(default_factory=set)  # save orders of this step that nobody was told of
     _following: Profile | None = None
     _left_midway: bool = False  # the routine of this step was left after some calls
     _recorded_so_far: bool = False  # at the first save of this step, if the routine has let no call pass since
@@ -139,6 +141,7 @@ class Learner:
             self.log.calls_before = len(self.log.calls)
         key = self._key(signature, look)
         self.log.signatures.append(key)
+        self.log.calls_at.append(len(self.log.calls))
         self.packs += 1
         follows = self.current
         if self.packs == 1 or (
@@ -168,6 +171,31 @@ class Learner:
         self.came(signature, order)
         self.saved(record, nbytes, Kind.ACTIVATION, now_ns)
 
+    def came_alone(self, packs: int, now_ns: int) -> list[int]:
+        """So many tensors have been packed by now, and nobody was told of the last ones: they were those that the
+        routine expects. Returns the save orders of the storages that are new."""
+        routine, profile, log = self.routine, self.current, self.log
+        assert routine is not None and profile is not None
+        log.signatures += profile.signatures[self.packs : packs]
+        orders = routine.orders[self.packs : packs]
+        log.orders += orders
+        self.packs, new = packs, []
+        for order in orders:
+            if order == len(log.saves):
+                self.saved(NOBODY_S, profile.graph.saved_bytes[order], Kind.ACTIVATION, now_ns)
+                new.append(order)
+        self.alone.update(new)
+        return new
+
+    def needed_alone(self, order: int, now_ns: int) -> None:
+        """Before a need of this storage those of others came that nobody was told of."""
+        profile, log = self.current, self.log
+        needs = profile.graph.needs if profile is not None and self.routine is not None else ()
+        for other in needs[len(log.needs) :]:
+            if other == order or other not in self.alone:
+                break
+            self.needed(other, now_ns)
+
     def placed(self, order: int) -> None:
         """The tensor packed last is on the storage of this save order."""
         if not self.given_up:
@@ -190,10 +218,16 @@ class Learner:
     def leave_routine(self) -> None:
         """The step goes otherwise: it is recorded from here on."""
         routine, self.routine = self.routine, None
-        if routine is not None and routine.begun:
+        if self.alone:  # which nobody has told of
+            self._give_up()
+        elif routine is not None and routine.begun:
             self._left_midway, self.recorded = True, False
         elif self.in_step:
             self.recorded = self._recorded_so_far
+
+    def lose_track(self) -> None:
+        """Some of what this step has saved is not known."""
+        self._give_up()
 
     def _give_up(self) -> None:
         """Follow this step no further: its log would grow for as long as the program runs."""
@@ -394,7 +428,10 @@ class Learner:
         notes = profile.cramped < CRAMPED
         if not self.recorded:
             known = profile.routine
-            return known if notes or known is None or not known.noted else None
+            if known is None or (known.noted and not notes):
+                return None
+            known.followed += 1
+            return known
         if not self.selective or profile.refined < REFINEMENTS or profile.plan is None:
             return None
         graph = profile.graph if tuple(self.log.calls) == profile.calls else self._graph()
@@ -465,6 +502,7 @@ class Learner:
         self.began_ns = None
         self.given_up = False
         self._left_midway = False
+        self.alone.clear()
         self.late.clear()
 
     def _graph(self) -> StepGraph:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from enum import IntEnum
 from operator import sub
 
+from delta.alone import Alone, left_alone
 from delta.planner import Plan, StepGraph
 from delta.planner.steplog import StepLog
 from delta.types import Action, leaves_recipe_only
@@ -42,8 +43,10 @@ class Routine:
         "_calls",
         "_costs_ns",
         "_optional",
+        "alone",
         "coming_bytes",
         "dropped",
+        "followed",
         "noted",
         "orders",
         "read",
@@ -62,6 +65,7 @@ class Routine:
         optional: Collection[int] = (),
         noted: Collection[int] = (),
         coming_bytes: Sequence[int] = (),
+        alone: Alone | None = None,
     ) -> None:
         """`orders`: by saved tensor, the save order of a storage that the plan keeps, or drops at once; -1 where more
         is done. `dropped`: the orders of those that go, and of these `noted` the ones that only the runtime knows how
@@ -69,19 +73,31 @@ class Routine:
         counted.
         `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
         these the `optional` ones, by their position, may stay away. `coming_bytes`: by save order, what there has to
-        be room for when it has been saved (`room_for_next`)."""
+        be room for when it has been saved (`room_for_next`). `alone`: what is left to autograd."""
         self._calls = [call for call, _ in calls]
         self._costs_ns = [costs_ns[op] if 0 <= op < len(costs_ns) else None for _, op in calls]
         self._before, self._optional = before, frozenset(optional)
         self.ways = list(ways)
         self.orders, self.dropped, self.read, self.noted = orders, frozenset(dropped), frozenset(read), frozenset(noted)
         self.coming_bytes = coming_bytes
+        self.alone = alone
+        self.followed = 0  # steps that have gone so
         self.restart()
 
     def restart(self) -> None:
         """The next step begins."""
         self._at = 0
         self._asked: int | None = None
+
+    @property
+    def calls(self) -> int:
+        """How many have come."""
+        return self._at
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have."""
+        return self._at == len(self._calls)
 
     @property
     def begun(self) -> bool:
@@ -117,7 +133,8 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -
     made_again = {order for order in dropped if graph.nodes[graph.saved[order]].op in noted}
     optional = _optional(log.calls[:before], graph)
     coming_bytes = room_for_next(plan)
-    return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes)
+    alone = left_alone(graph, log.calls_at, orders, dropped | read, noted)
+    return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes, alone)
 
 
 def room_for_next(plan: Plan) -> list[int]:

@@ -46,6 +46,7 @@ from delta.runtime.recompute import Recipe
 from delta.runtime.rematerialise import Rematerialiser
 from delta.runtime.slots import Slot, StorageRef
 from delta.runtime.split import may_split
+from delta.runtime.stretches import Stretches
 from delta.runtime.swap import Swap
 from delta.runtime.versions import over
 from delta.runtime.view import is_shared
@@ -119,6 +120,7 @@ class Core:
         self.noted = Noted(self)
         engine.keeping.give_records = self.kept.give_records
         engine.keeping.find_used = self.find_used
+        self.stretches = Stretches(self)
         self.swap = Swap(self)
         self.encoder = Encoder(self)
         self.rematerialiser = Rematerialiser(self)

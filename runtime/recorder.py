@@ -88,6 +88,10 @@ class Recorder(TorchDispatchMode):
             way = routine.way(func) if routine is not None else Way.RECORD
             if way is None:
                 way = self._unexpected()
+            elif routine is not None and routine.alone is not None:
+                off = routine.alone.turns.get(routine.calls)
+                if off is not None:  # what this op saves of its results, and the next one of its arguments
+                    core.stretches.turn(off, routine.calls)
             if way is Way.NOTE and core.noted.on:
                 return self._note(func, facts, args, kwargs)
             if way is not Way.PASS:
@@ -117,6 +121,7 @@ class Recorder(TorchDispatchMode):
 
     def _unexpected(self) -> Way:
         """In a step whose routine is known, this call is another than the one that it expects."""
+        self._core.stretches.lost()
         with self._core:
             self._core.engine.unexpected()
         return Way.RECORD
@@ -141,6 +146,8 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         core = self._core
         routine = core.engine.routine
+        if routine is None:
+            core.stretches.lost()
         known_ns = routine.cost_ns if routine is not None else None
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)

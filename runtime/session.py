@@ -170,7 +170,8 @@ class evict(ContextDecorator):
     def _paused(self) -> Iterator[None]:
         """Between two steps of an open block: what runs in here is plain PyTorch, with no hooks and no recorder, and
         the block learns nothing of it. To compare both within one process."""
-        assert self._switch is not None
+        assert self._switch is not None and self._core is not None
+        self._core.stretches.end()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         assert hooks is not None
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -267,8 +268,8 @@ class evict(ContextDecorator):
         stack.callback(register_optimizer_step_post_hook(switch.optimizer_ended).remove)
         stack.enter_context(switch.around_backward())
         pair = hooks if self._tracer is None else self._tracer
-        torch._C._autograd._push_saved_tensors_default_hooks(pair.pack, pair.unpack)
-        stack.callback(self._in_its_thread, torch._C._autograd._pop_saved_tensors_default_hooks)
+        core.stretches.open((pair.pack, pair.unpack))
+        stack.callback(self._in_its_thread, core.stretches.close)
 
     def _next_timeline(self, device: Device) -> Timeline:
         """One of this block's own: an earlier block of the same session has its file."""

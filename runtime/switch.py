@@ -58,6 +58,7 @@ class Switch:
     def compiles(self) -> None:
         """Code is compiled. Nobody hears of what that finds no memory for, as of weights that FSDP gathers."""
         self._compiles = True
+        self._core.stretches.forbid()
         if not self._core.passes:
             self._core.device.enforce(False)
 
@@ -121,6 +122,7 @@ class Switch:
         run = autograd._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            self._core.stretches.end()
             if self._core.passes:
                 return run(*args, **kwargs)
             self._core.gauge.sample_bytes()
@@ -192,6 +194,7 @@ class Switch:
         return [self._recorder] if self._core.engine.wants_recorder else []
 
     def _turn(self, wanted: list[TorchDispatchMode]) -> None:
+        self._core.stretches.end()
         recorded = self._recorder in self._on
         if self._recorder not in wanted:
             self._core.device.enforce(False)  # nobody hears of an op that finds no memory

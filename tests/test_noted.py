@@ -41,7 +41,7 @@ from delta.units import Bytes
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "heard"),
     pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),  # of steps that save more than was planned for
 ]
 Between = Callable[[int, Tensor], Tensor]

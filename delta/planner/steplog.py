@@ -39,6 +39,7 @@ class StepLog:
     kept: set[int] = field(default_factory=set)  # save orders that the program used before every need
     signatures: list[int] = field(default_factory=list)  # one for every pack, repeated saves included
     orders: list[int] = field(default_factory=list)  # ... and the save order of its storage
+    calls_at: list[int] = field(default_factory=list)  # ... and the calls that had come before it
     needs: list[tuple[int, int]] = field(default_factory=list)  # (save order, net time)
     asked: bool = False  # backward has begun to ask, be it only for what always stays
     releases: list[tuple[int, int]] = field(default_factory=list)  # (save order, number of needs before)

@@ -1,0 +1,311 @@
+"""What autograd keeps alone in a known step: which it is, that it counts all the same, and that hooks are on wherever a
+step goes otherwise. Units: bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from builders import a_log, an_op
+from test_kept import Net, assert_same, fresh, gradients
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import delta
+from delta.alone import Alone, left_alone
+from delta.expected import Expected
+from delta.planner.steplog import StepGraph, build_graph
+from delta.runtime.core import Core
+from delta.runtime.hooks import Hooks
+from delta.types import Kind
+
+STEADY = 10
+Between = Callable[[int, Tensor], Tensor]
+
+
+# -- which ------------------------------------------------------------------------------------------------------------
+def graph(count: int, needs_before: int = 0) -> StepGraph:
+    """Storage i + 1 is made out of storage i, by op i, is saved, and takes 10 * (i + 1)."""
+    ops = [an_op(100 + i, [i], [i + 1]) for i in range(count)]
+    saves = [(i + 1, 10 * i, i + 1) for i in range(count)]
+    needs = [(order, 100 + order) for order in reversed(range(count))]
+    releases = [(order, count - order) for order in range(count)]
+    sizes = {i: 10 * i for i in range(count + 1)}
+    log = a_log(ops, sizes, saves, needs, releases, 300, {0: Kind.SOURCE})
+    log.needs_before[:] = [0] * (count - 1) + [needs_before]
+    return build_graph(log, 0)
+
+
+def alone(
+    orders: list[int], calls_at: list[int], looked_after: set[int], noted: set[int] | None = None, before: int = 0
+) -> Alone | None:
+    return left_alone(graph(max(orders) + 1, before), calls_at, orders, looked_after, noted or set())
+
+
+def test_where_all_is_kept_nobody_hears_of_it() -> None:
+    found = alone([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], {3})
+    assert found is not None
+    assert found.turns == {2: True, 4: False, 5: True}
+    assert found.nbytes == {1: 20, 2: 30, 4: 50, 5: 60}
+    assert found.until == {1: 5, 2: 4, 4: 2, 5: 1}
+    assert found.rises == {2: 20 + 30 + 40, 5: 50 + 60}
+    assert [found.saves_before(calls) for calls in (1, 2, 4, 7, None)] == [0, 1, 3, 6, 6]
+
+
+def test_the_first_save_begins_the_step() -> None:
+    found = alone([0, 1], [1, 2], set())
+    assert found is not None and set(found.nbytes) == {1}
+    assert alone([0], [1], set()) is None
+
+
+@pytest.mark.parametrize(
+    ("orders", "calls_at", "looked_after", "expected"),
+    [
+        ([0, 1, 2], [1, 2, 2], {1}, set()),  # saved beside it
+        ([0, 1, -1, 2], [1, 2, 2, 3], set(), {2}),  # beside what comes and goes
+        ([0, 1, 2, 1], [1, 2, 3, 3], {2}, set()),  # ... later
+        ([0, 1, 2, 3, 2, 1], [1, 2, 3, 4, 4, 3], {3}, set()),  # ... by way of another
+        ([0, 1, 2, 1], [1, 2, 3, 4], {2}, {1}),
+    ],
+)
+def test_a_storage_is_left_alone_always_or_never(orders, calls_at, looked_after, expected) -> None:
+    ordered = sorted(zip(calls_at, orders, strict=True), key=lambda pair: pair[0])
+    found = alone([order for _, order in ordered], [calls for calls, _ in ordered], looked_after)
+    assert (set(found.nbytes) if found is not None else set()) == expected
+
+
+def test_it_stays_as_long_as_what_is_made_again_by_it() -> None:
+    found = alone([0, 1, 2, 3], [1, 2, 3, 4], {3}, noted={3})
+    assert found is not None and found.until == {1: 3, 2: 2}
+    later = left_alone(graph(4), [1, 2, 3, 4], [0, 1, 2, 3], {1}, {3})
+    assert later is not None and later.until == {2: 2, 3: 1}
+    chain = left_alone(graph(4), [1, 2, 3, 4], [0, 1, 2, 3], {1}, {1})
+    assert chain is not None and chain.until == {2: 2, 3: 1}
+
+
+def test_nothing_is_where_backward_asks_before_the_end_or_a_call_is_missing() -> None:
+    assert alone([0, 1, 2], [1, 2, 3], set(), before=1) is None
+    assert left_alone(graph(3), [1, 2], [0, 1, 2], set(), set()) is None
+
+
+# -- in a training ----------------------------------------------------------------------------------------------------
+def loss_of(net: Net, between: Between | None = None) -> Tensor:
+    torch.manual_seed(3)
+    return net(torch.randn(16, 24), between).square().sum()
+
+
+def plain(between: Between | None = None) -> list[Tensor]:
+    net = fresh()
+    loss_of(net, between).backward()
+    return gradients(net)
+
+
+@contextmanager
+def steady(net: Net, policy: str = "recompute", **more: Any) -> Iterator[Core]:
+    """A block in whose next step hooks are off in stretches."""
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    with delta.evict(activations="60%", policy=chosen, **more) as run:
+        core = run._core
+        assert core is not None
+        for _ in range(STEADY):
+            loss_of(net).backward()
+            net.zero_grad()
+            core.planning.wait()
+        assert core.engine.routine is not None and core.engine.routine.alone is not None
+        yield core
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each tensor that the hooks have heard of."""
+    heard, pack = list[int](), Hooks.pack
+
+    def noted(hooks: Hooks, tensor: Tensor) -> Any:
+        heard.append(tensor.numel())
+        return pack(hooks, tensor)
+
+    monkeypatch.setattr(Hooks, "pack", noted)
+    return heard
+
+
+def ended(core: Core) -> None:
+    """Nothing of the step is left."""
+    ledger = core.engine.ledger
+    ledger.validate()
+    assert not core.stretches.off and not core.engine.learner.alone
+    assert (ledger.handles, ledger.resident_bytes, ledger.unevicted_bytes) == (0, 0, 0)
+
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "delta", "swap"])
+def test_a_known_step_is_heard_of_in_part(policy: str, packed: list[int]) -> None:
+    expected, net = plain(), fresh()
+    with steady(net, policy) as core:
+        routine, steps = core.engine.routine, core.engine.totals.steps
+        assert routine is not None and routine.alone is not None
+        packed.clear()
+        loss_of(net).backward()
+        ended(core)
+        assert core.engine.routine is routine and core.engine.totals.steps == steps + 1
+        heard = sum(order not in routine.alone.nbytes for order in routine.orders)
+        assert len(packed) <= len(routine.orders) + len(list(net.parameters())) - (len(routine.orders) - heard)
+    assert_same(gradients(net), expected)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "swap"])
+def test_what_is_left_alone_counts(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks are those of steps in which all is heard of."""
+    net = fresh()
+    with steady(net, policy) as core:
+        found = []
+        for alone in (True, False):
+            if not alone:
+                monkeypatch.setattr(Expected, "may_leave_alone", lambda *args: False)
+            loss = loss_of(net)
+            core.stretches.end()
+            with core:
+                at_the_end = core.engine.ledger.resident_bytes, core.engine.ledger.unevicted_bytes
+            loss.backward()
+            found.append((at_the_end, core.engine.totals.peak_bytes, core.engine.totals.unevicted_peak_bytes))
+        assert found[0] == found[1]
+
+
+def do_at(index: int, do: Callable[[Tensor], Tensor]) -> Between:
+    return lambda at, x: do(x) if at == index else x
+
+
+ODD: dict[str, Callable[[Tensor], Tensor]] = {
+    "one op more": lambda x: x.sigmoid() * 1.01,
+    "another size": lambda x: x[:8],
+    "written": lambda x: x.add_(0.25),
+    "other hooks": lambda x: under_other_hooks(x),
+    "checkpointed": lambda x: checkpoint(lambda y: y.sin().exp(), x, use_reentrant=False),
+    "checkpointed, reentrant": lambda x: checkpoint(lambda y: y.sin().exp(), x, use_reentrant=True),
+    "a gradient meanwhile": lambda x: x + torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0],
+    "without gradients": lambda x: x + no_grad(x),
+}
+
+
+def under_other_hooks(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return x.sin()
+
+
+def no_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.cos().mul_(2)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "delta", "swap"])
+@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize("odd", ODD)
+def test_a_step_that_goes_otherwise_has_plain_s_bits(odd: str, at: int, policy: str) -> None:
+    between = do_at(at, ODD[odd])
+    expected, usual, net = plain(between), plain(), fresh()
+    with steady(net, policy) as core:
+        loss_of(net, between).backward()
+        ended(core)
+        assert_same(gradients(net), expected)
+        for _ in range(STEADY):  # and so has each one after it
+            loss_of(net).backward()
+            ended(core)
+            assert_same(gradients(net), usual)
+        assert core.engine.routine is not None
+
+
+class Stop(Exception):
+    """Of the program's own."""
+
+
+@pytest.mark.parametrize("at", [0, 4, 7])
+def test_a_forward_that_fails_leaves_no_hooks_off(at: int) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise Stop
+
+    usual, net = plain(), fresh()
+    with steady(net) as core:
+        for _ in range(2):
+            with pytest.raises(Stop):
+                loss_of(net, do_at(at, fail))
+            loss_of(net).backward()
+            assert_same(gradients(net), usual)
+            ended(core)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("at", [0, 4, 7])
+def test_a_block_that_ends_in_forward_takes_its_hooks_along(at: int) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise Stop
+
+    net = fresh()
+    with pytest.raises(Stop), steady(net):
+        loss_of(net, do_at(at, fail))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    loss_of(net).backward()
+    assert_same(gradients(net), plain())
+
+
+def test_a_forward_without_backward_ends_nothing() -> None:
+    usual, net = plain(), fresh()
+    with steady(net) as core:
+        loss = loss_of(net)
+        del loss
+        for _ in range(3):
+            loss_of(net).backward()
+            assert_same(gradients(net), usual)
+            ended(core)
+
+
+def test_backward_may_come_twice() -> None:
+    net, other = fresh(), fresh()
+    loss = loss_of(other)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with steady(net) as core:
+        loss = loss_of(net)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        ended(core)
+    assert_same(gradients(net), gradients(other))
+
+
+def test_what_is_written_is_told_by_autograd() -> None:
+    net = fresh()
+    with steady(net):
+        kept: list[Tensor] = []
+        loss = loss_of(net, lambda index, x: (kept.append(x), x)[1])
+        for x in kept[:-1]:
+            with torch.no_grad():
+                x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("why", ["timeline", "rescue", "device budget", "records"])
+def test_every_save_is_heard_of_where_more_may_have_to_be_done(why: str, tmp_path, packed: list[int]) -> None:
+    net = fresh()
+    with steady(net, timeline=tmp_path / "t.jsonl" if why == "timeline" else None) as core:
+        if why == "rescue":
+            core.rescue()
+        if why == "device budget":
+            core.engine.expected._headroom = object()  # type: ignore[assignment]
+        routine = core.engine.routine
+        packed.clear()
+        if why == "device budget":
+            assert not core.engine.expected.may_leave_alone(next(iter(routine.alone.rises)))  # type: ignore[union-attr]
+            core.engine.expected._headroom = None
+            return
+        if why == "records":
+            core.noted.given = True
+        loss = loss_of(net)
+        assert routine is not None and len(packed) >= len(routine.orders)
+        loss.backward()
