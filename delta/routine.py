@@ -133,8 +133,13 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -
     made_again = {order for order in dropped if graph.nodes[graph.saved[order]].op in noted}
     optional = _optional(log.calls[:before], graph)
     coming_bytes = room_for_next(plan)
-    alone = left_alone(graph, log.calls_at, orders, dropped | read, noted)
+    alone = left_alone(graph, log.calls_at, orders, dropped | read | _followed_by_moves(graph, plan), noted)
     return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes, alone)
+
+
+def _followed_by_moves(graph: StepGraph, plan: Plan) -> set[int]:
+    """The save orders of those after whose needs something goes, or comes back."""
+    return {graph.needs[position] for position in (*plan.prefetch, *plan.evictions) if position < len(graph.needs)}
 
 
 def room_for_next(plan: Plan) -> list[int]:

@@ -349,40 +349,42 @@ def test_a_replay_runs_under_the_settings_of_forward(program, policy):
     assert [torch.equal(*pair) for pair in zip(plain, found, strict=True)] == [True] * len(plain)
 
 
+# By what `torch.backends` calls, which other tests may have frozen (`disable_global_flags`).
+precision_of, set_precision = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+EVERYWHERE, MATMUL = ("generic", "all"), ("mkldnn", "matmul")
+
+
 @pytest.fixture
 def precisions() -> Iterator[None]:
     yield
-    torch.backends.fp32_precision = "none"
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
-    torch.backends.mkldnn.conv.fp32_precision = "none"
+    for backend, op in (EVERYWHERE, MATMUL, ("mkldnn", "conv")):
+        set_precision(backend, op, "none")
 
 
 @pytest.mark.usefixtures("precisions")
 def test_after_a_replay_each_op_follows_what_is_set_for_all_as_before():
     model, x = small_network(), torch.randn(2, 8, 30, 30)
-    matmul = torch.backends.mkldnn.matmul
     with block("recompute") as run:
-        torch.backends.fp32_precision = "ieee"
+        set_precision(*EVERYWHERE, "ieee")
         loss = model(x).exp().sum()
-        torch.backends.fp32_precision = "bf16"
+        set_precision(*EVERYWHERE, "bf16")
         loss.backward()
-        assert run.report().recomputed_bytes and matmul.fp32_precision == "bf16"
-        torch.backends.fp32_precision = "ieee"
-        assert matmul.fp32_precision == "ieee"
+        assert run.report().recomputed_bytes and precision_of(*MATMUL) == "bf16"
+        set_precision(*EVERYWHERE, "ieee")
+        assert precision_of(*MATMUL) == "ieee"
 
 
 @pytest.mark.usefixtures("precisions")
 def test_after_a_replay_an_op_has_the_precision_that_was_set_for_it_alone():
     model, x = small_network(), torch.randn(2, 8, 30, 30)
-    matmul = torch.backends.mkldnn.matmul
     with block("recompute") as run:
-        matmul.fp32_precision = "bf16"
+        set_precision(*MATMUL, "bf16")
         loss = model(x).exp().sum()
-        matmul.fp32_precision = "ieee"
+        set_precision(*MATMUL, "ieee")
         loss.backward()
-        assert run.report().recomputed_bytes and matmul.fp32_precision == "ieee"
-        torch.backends.fp32_precision = "bf16"
-        assert matmul.fp32_precision == "ieee"
+        assert run.report().recomputed_bytes and precision_of(*MATMUL) == "ieee"
+        set_precision(*EVERYWHERE, "bf16")
+        assert precision_of(*MATMUL) == "ieee"
 
 
 # -- results that are not what was recorded ---------------------------------------------------------------------------

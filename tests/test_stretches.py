@@ -5,22 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from builders import a_log, an_op
 from test_kept import Net, assert_same, fresh, gradients
+from test_learner import plan_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import delta
 from delta.alone import Alone, left_alone
 from delta.expected import Expected
-from delta.planner.steplog import StepGraph, build_graph
+from delta.planner.steplog import StepGraph, StepLog, build_graph
+from delta.routine import routine_of
 from delta.runtime.core import Core
 from delta.runtime.hooks import Hooks
-from delta.types import Kind
+from delta.types import Action, Kind
 
 STEADY = 10
 Between = Callable[[int, Tensor], Tensor]
@@ -84,6 +87,24 @@ def test_it_stays_as_long_as_what_is_made_again_by_it() -> None:
     assert later is not None and later.until == {2: 2, 3: 1}
     chain = left_alone(graph(4), [1, 2, 3, 4], [0, 1, 2, 3], {1}, {1})
     assert chain is not None and chain.until == {2: 2, 3: 1}
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [({}, {1, 2, 3}), ({"prefetch": {1: (0,)}}, {1, 3}), ({"evictions": {2: ((0, Action.SWAP),)}}, {2, 3})],
+)
+def test_where_something_comes_back_or_goes_the_need_is_heard_of(moves: dict[str, Any], expected: set[int]) -> None:
+    step, plan = graph(4), replace(plan_of([Action.KEEP] * 4), saved_bytes=step_bytes(4), forward_bytes=step_bytes(4))
+    log = StepLog(orders=[0, 1, 2, 3], calls_at=[1, 2, 3, 4], releases=[(order, 0) for order in range(4)])
+    log.calls[:] = [(i, i) for i in range(4)]
+    log.ops_before[:] = [1, 2, 3, 4]
+    assert step.needs == (3, 2, 1, 0)
+    routine = routine_of(log, step, replace(plan, **moves))
+    assert routine.alone is not None and set(routine.alone.nbytes) == expected
+
+
+def step_bytes(count: int) -> tuple[int, ...]:
+    return tuple(10 * (i + 1) for i in range(count))
 
 
 def test_nothing_is_where_backward_asks_before_the_end_or_a_call_is_missing() -> None:
