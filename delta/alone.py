@@ -38,18 +38,19 @@ def left_alone(
     graph: StepGraph,
     calls_at: Sequence[int],
     orders: Sequence[int],
+    settled: Sequence[int],
     looked_after: Collection[int],
     noted: Collection[int],
 ) -> Alone | None:
-    """`orders`: by saved tensor, of its storage; -1 for what comes and goes. `looked_after`: those that are told of
-    whatever comes. `noted`: the ops that keep alive what they read. None where nothing is left alone, or where backward
-    asks for something before forward has ended."""
+    """`orders`: by saved tensor, that of its storage; `settled`: the same, with -1 for what comes and goes.
+    `looked_after`: those that are told of whatever comes. `noted`: the ops that keep alive what they read. None where
+    nothing is left alone, or where backward asks for something before forward has ended."""
     if len(calls_at) != len(orders) or any(graph.needs_before):
         return None
     places: dict[int, set[int]] = {}  # by number of calls: what is saved there
-    for calls, order in zip(calls_at, orders, strict=True):
+    for calls, order in zip(calls_at, settled, strict=True):
         places.setdefault(calls, set()).add(order)
-    apart = set(orders) - {-1, 0} - set(looked_after)
+    apart = set(settled) - {-1, 0} - set(looked_after)
     while True:
         free = {calls for calls, saved in places.items() if saved <= apart}
         left = apart.difference(*(saved for calls, saved in places.items() if calls not in free))
@@ -77,7 +78,7 @@ def _first_in(orders: Sequence[int], calls_at: Sequence[int], start: int, end: i
     first = bisect_left(calls_at, start)
     last = len(orders) if end is None else bisect_left(calls_at, end)
     last = len(orders) if last == len(orders) else bisect_left(calls_at, calls_at[last] + 1)
-    return set(orders[first:last]) - set(orders[:first]) - {-1}
+    return set(orders[first:last]) - set(orders[:first])
 
 
 def _until(graph: StepGraph, noted: Collection[int]) -> list[int]:

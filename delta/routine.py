@@ -133,7 +133,7 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -
     made_again = {order for order in dropped if graph.nodes[graph.saved[order]].op in noted}
     optional = _optional(log.calls[:before], graph)
     coming_bytes = room_for_next(plan)
-    alone = left_alone(graph, log.calls_at, orders, dropped | read | _followed_by_moves(graph, plan), noted)
+    alone = left_alone(graph, log.calls_at, log.orders, orders, dropped | read | _followed_by_moves(graph, plan), noted)
     return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes, alone)
 
 

@@ -45,7 +45,7 @@ def graph(count: int, needs_before: int = 0) -> StepGraph:
 def alone(
     orders: list[int], calls_at: list[int], looked_after: set[int], noted: set[int] | None = None, before: int = 0
 ) -> Alone | None:
-    return left_alone(graph(max(orders) + 1, before), calls_at, orders, looked_after, noted or set())
+    return left_alone(graph(max(orders) + 1, before), calls_at, orders, orders, looked_after, noted or set())
 
 
 def test_where_all_is_kept_nobody_hears_of_it() -> None:
@@ -56,6 +56,11 @@ def test_where_all_is_kept_nobody_hears_of_it() -> None:
     assert found.until == {1: 5, 2: 4, 4: 2, 5: 1}
     assert found.rises == {2: 20 + 30 + 40, 5: 50 + 60}
     assert [found.saves_before(calls) for calls in (1, 2, 4, 7, None)] == [0, 1, 3, 6, 6]
+
+
+def test_there_is_room_for_what_comes_next_whatever_becomes_of_it() -> None:
+    found = left_alone(graph(4), [1, 2, 3, 4], [0, 1, 2, 3], [0, 1, -1, 3], set(), set())
+    assert found is not None and found.rises == {2: 20 + 30, 4: 40}
 
 
 def test_the_first_save_begins_the_step() -> None:
@@ -83,9 +88,9 @@ def test_a_storage_is_left_alone_always_or_never(orders, calls_at, looked_after,
 def test_it_stays_as_long_as_what_is_made_again_by_it() -> None:
     found = alone([0, 1, 2, 3], [1, 2, 3, 4], {3}, noted={3})
     assert found is not None and found.until == {1: 3, 2: 2}
-    later = left_alone(graph(4), [1, 2, 3, 4], [0, 1, 2, 3], {1}, {3})
+    later = left_alone(graph(4), [1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3], {1}, {3})
     assert later is not None and later.until == {2: 2, 3: 1}
-    chain = left_alone(graph(4), [1, 2, 3, 4], [0, 1, 2, 3], {1}, {1})
+    chain = left_alone(graph(4), [1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3], {1}, {1})
     assert chain is not None and chain.until == {2: 2, 3: 1}
 
 
@@ -109,7 +114,7 @@ def step_bytes(count: int) -> tuple[int, ...]:
 
 def test_nothing_is_where_backward_asks_before_the_end_or_a_call_is_missing() -> None:
     assert alone([0, 1, 2], [1, 2, 3], set(), before=1) is None
-    assert left_alone(graph(3), [1, 2], [0, 1, 2], set(), set()) is None
+    assert left_alone(graph(3), [1, 2], [0, 1, 2], [0, 1, 2], set(), set()) is None
 
 
 # -- in a training ----------------------------------------------------------------------------------------------------
