@@ -20,8 +20,8 @@ from delta.planner.steplog import StepGraph
 class Alone:
     """`turns`: after so many calls nobody hears of saves any more (True), or somebody does again. `calls_at`: how many
     calls came before each saved tensor. `nbytes` and `until`: by the save orders that are left alone, and the number of
-    needs after which they are gone. `rises`: by the turns after which nobody hears, what is saved until after the next
-    one, by bytes."""
+    needs after which they are gone. `rises`: by the turns after which nobody hears, the bytes that are saved until
+    somebody hears of a new storage."""
 
     turns: Mapping[int, bool]
     calls_at: Sequence[int]
@@ -40,11 +40,10 @@ def left_alone(
     orders: Sequence[int],
     settled: Sequence[int],
     looked_after: Collection[int],
-    noted: Collection[int],
 ) -> Alone | None:
     """`orders`: by saved tensor, that of its storage; `settled`: the same, with -1 for what comes and goes.
-    `looked_after`: those that are told of whatever comes. `noted`: the ops that keep alive what they read. None where
-    nothing is left alone, or where backward asks for something before forward has ended."""
+    `looked_after`: those that are told of whatever comes. None where nothing is left alone, or where backward asks for
+    something before forward has ended."""
     if len(calls_at) != len(orders) or any(graph.needs_before):
         return None
     places: dict[int, set[int]] = {}  # by number of calls: what is saved there
@@ -69,23 +68,15 @@ def left_alone(
         for start, end in zip(starts, [*starts[1:], None], strict=True)
         if turns[start]
     }
-    until = _until(graph, noted)
-    return Alone(turns, tuple(calls_at), {v: sizes[v] for v in apart}, {v: until[v] for v in apart}, rises)
+    return Alone(turns, tuple(calls_at), {v: sizes[v] for v in apart}, {v: graph.release[v] for v in apart}, rises)
 
 
 def _first_in(orders: Sequence[int], calls_at: Sequence[int], start: int, end: int | None) -> set[int]:
-    """What is saved for the first time after `start` calls and until the next saves after `end`."""
+    """What is saved for the first time after `start` calls and before `end`, and the one after that: who hears of it
+    sees to the room for the next."""
     first = bisect_left(calls_at, start)
     last = len(orders) if end is None else bisect_left(calls_at, end)
-    last = len(orders) if last == len(orders) else bisect_left(calls_at, calls_at[last] + 1)
-    return set(orders[first:last]) - set(orders[:first])
-
-
-def _until(graph: StepGraph, noted: Collection[int]) -> list[int]:
-    """By save order: the needs after which nothing holds it any more, be it what is to be made again by it."""
-    lasts = {node: graph.release[order] for order, node in enumerate(graph.saved)}
-    for op in sorted(noted, reverse=True):
-        last = max((lasts.get(node, 0) for node in graph.ops[op].outputs), default=0)
-        for node in graph.ops[op].inputs:
-            lasts[node] = max(lasts.get(node, 0), last)
-    return [lasts[node] for node in graph.saved]
+    known = set(orders[:first])
+    new = set(orders[first:last]) - known
+    after = next((order for order in orders[last:] if order not in known | new), None)
+    return new if after is None else new | {after}

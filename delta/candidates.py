@@ -213,7 +213,8 @@ class Candidates:
             return None
         cost_ns = choice.cost_ns if self._cost is Cost.ACTION else self._costs.of(self._cost, rec.id)
         freed_bytes, until_use_ns = rec.nbytes - choice.stays_bytes, self._next_use.until_ns(rec)
-        return self._score(Candidate(rec.id, freed_bytes, cost_ns, now_ns - rec.used_ns, until_use_ns)), choice
+        idle_ns = max(0, now_ns - rec.used_ns)  # what a need brought back has been used since it began
+        return self._score(Candidate(rec.id, freed_bytes, cost_ns, idle_ns, until_use_ns)), choice
 
     def _price_ns(self, rec: Record) -> int | None:
         """What the score counts as the cost of evicting a record, by a replay where swaps are hidden; None where it has

@@ -95,6 +95,13 @@ class Expected:
         """Where `nbytes` do not fit: wait for copies out that are late. Nothing else goes for it."""
         return self._room.await_for(nbytes)
 
+    def await_for_save(self, order: int, nbytes: int) -> list[AwaitOut]:
+        """The same for a save of so much that the plan keeps, and for the next one."""
+        routine = self._learner.routine
+        if routine is None or order != len(self._recall.by_order):
+            return []
+        return self._room.await_for(nbytes + routine.coming_bytes[order])
+
     def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
         """The same of a tensor on a storage that has a record: Delta holds it from here on."""
         rec, kept, stretch = self._ledger.records[record], self._keeping.recorded.get(record), self._step_ends.stretch

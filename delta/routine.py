@@ -133,13 +133,21 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -
     made_again = {order for order in dropped if graph.nodes[graph.saved[order]].op in noted}
     optional = _optional(log.calls[:before], graph)
     coming_bytes = room_for_next(plan)
-    alone = left_alone(graph, log.calls_at, log.orders, orders, dropped | read | _followed_by_moves(graph, plan), noted)
+    looked_after = dropped | read | _beside_notes(graph, noted) | _followed_by_moves(graph, plan)
+    alone = left_alone(graph, log.calls_at, log.orders, orders, looked_after)
     return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes, alone)
 
 
 def _followed_by_moves(graph: StepGraph, plan: Plan) -> set[int]:
     """The save orders of those after whose needs something goes, or comes back."""
     return {graph.needs[position] for position in (*plan.prefetch, *plan.evictions) if position < len(graph.needs)}
+
+
+def _beside_notes(graph: StepGraph, noted: Collection[int]) -> set[int]:
+    """The save orders of what noted ops read, which has to have its record when they get theirs, and of what they make,
+    which other replays find there."""
+    nodes = {node for op in noted for node in (*graph.ops[op].inputs, *graph.ops[op].outputs)}
+    return {order for order, node in enumerate(graph.saved) if node in nodes}
 
 
 def room_for_next(plan: Plan) -> list[int]:

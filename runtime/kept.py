@@ -92,6 +92,10 @@ class KeptTensors:
                 now_ns = time.perf_counter_ns()
                 if record is None:
                     kept = self._expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
+                    if kept is None and (awaits := self._expected.await_for_save(order, nbytes)):
+                        with core:  # else more would have to be known of all that is noted, which takes room itself
+                            core.run(awaits)
+                        kept = self._expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
                 else:
                     kept = self._expected.keep_record(order, record, key, signature, now_ns)
                 if kept is None:

@@ -182,6 +182,7 @@ class Noted:
             core.device.release(storage)  # autograd would have kept it: other streams may rely on that
             if engine.expected.short_for_next(order):
                 with core:
+                    core.attached.look()  # what the program has let go of goes when its copy is whole
                     core.run(engine.next_save(order, now_ns))
         return packed
 

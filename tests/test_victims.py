@@ -337,3 +337,16 @@ def test_by_another_score_than_delta_a_plan_does_not_tell_who_rests():
     policy = a_policy("dtr", "action", actions=("swap",))
     _, first = Candidates(policy, ledger, LinkQueue(Link(1e9, 1e9)), learner).first(1000, 0, False)
     assert first.id == 0
+
+
+def test_what_has_been_used_since_an_event_began_has_not_been_idle():
+    """A need brings back what is used later than it was asked for."""
+    ledger = a_ledger([100, 100])
+    for record, used_ns in ((0, 40), (1, 10)):
+        ledger.save(record, record)
+        ledger.hold(record)
+        ledger.use(record, used_ns)
+    learner = SimpleNamespace(plan=None, position=0)
+    policy = a_policy("delta", "action", actions=("swap",))
+    _, first = Candidates(policy, ledger, LinkQueue(Link(1e9, 1e9)), learner).first(20, 0, False)
+    assert first.id == 1
