@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from delta.headroom import Beside
 from delta.planner.common import keep_common
@@ -175,14 +176,14 @@ class Learner:
         """So many tensors have been packed by now, and nobody was told of the last ones: they were those that the
         routine expects. Returns the save orders of the storages that are new."""
         routine, profile, log = self.routine, self.current, self.log
-        assert routine is not None and profile is not None
+        assert routine is not None and routine.alone is not None and profile is not None
         log.signatures += profile.signatures[self.packs : packs]
         orders = routine.orders[self.packs : packs]
         log.orders += orders
         self.packs, new = packs, []
         for order in orders:
             if order == len(log.saves):
-                self.saved(NOBODY_S, profile.graph.saved_bytes[order], Kind.ACTIVATION, now_ns)
+                self.saved(NOBODY_S, routine.alone.nbytes[order], Kind.ACTIVATION, now_ns)
                 new.append(order)
         self.alone.update(new)
         return new
@@ -191,7 +192,7 @@ class Learner:
         """Before a need of this storage those of others came that nobody was told of."""
         profile, log = self.current, self.log
         needs = profile.graph.needs if profile is not None and self.routine is not None else ()
-        for other in needs[len(log.needs) :]:
+        for other in islice(needs, len(log.needs), None):
             if other == order or other not in self.alone:
                 break
             self.needed(other, now_ns)
