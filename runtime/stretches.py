@@ -43,7 +43,8 @@ class Stretches:
     def close(self) -> None:
         """... and off, for good."""
         self.end()
-        _hooks._pop_saved_tensors_default_hooks()
+        if not self.off:  # else others are on top still, and ours are off already
+            _hooks._pop_saved_tensors_default_hooks()
 
     def turn(self, off: bool, calls: int) -> None:
         """After so many calls of its step the routine has the hooks off, or on again."""
