@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from delta.runtime import session
 from delta.runtime.core import Core
 from delta.runtime.device.cuda import CudaDevice
 from delta.runtime.hooks import Hooks
+from delta.runtime.stretches import Stretches
 from delta.types import Action, Kind
 
 STEADY = 10
@@ -126,10 +129,10 @@ def plain(between: Between | None = None) -> list[Tensor]:
 
 
 @contextmanager
-def steady(net: Net, policy: str = "recompute", **more: Any) -> Iterator[Core]:
+def steady(net: Net, policy: str = "recompute", share: str = "60%", **more: Any) -> Iterator[Core]:
     """A block in whose next step hooks are off in stretches."""
     chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
-    with delta.evict(activations="60%", policy=chosen, **more) as run:
+    with delta.evict(activations=share, policy=chosen, **more) as run:
         core = run._core
         assert core is not None
         for _ in range(STEADY):
@@ -205,6 +208,21 @@ def test_what_is_left_alone_counts(policy: str, monkeypatch: pytest.MonkeyPatch)
             loss.backward()
             found.append((at_the_end, core.engine.totals.peak_bytes, core.engine.totals.unevicted_peak_bytes))
         assert found[0] == found[1]
+
+
+def test_the_last_stretch_ends_with_forward() -> None:
+    expected, net = plain(), fresh()
+    with steady(net, "swap", share="92%") as core:
+        steps = core.engine.totals.steps
+        loss = loss_of(net)
+        assert core.stretches.off
+        loss.register_hook(lambda _: off.append(core.stretches.off))
+        off: list[bool] = []
+        loss.backward()
+        assert off == [False]
+        ended(core)
+        assert core.engine.routine is not None and core.engine.totals.steps == steps + 1
+    assert_same(gradients(net), expected)
 
 
 def do_at(index: int, do: Callable[[Tensor], Tensor]) -> Between:
@@ -339,25 +357,24 @@ def test_what_is_written_is_told_by_autograd() -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("why", ["timeline", "rescue", "device budget", "records"])
-def test_every_save_is_heard_of_where_more_may_have_to_be_done(why: str, tmp_path, packed: list[int]) -> None:
-    net = fresh()
-    with steady(net, timeline=tmp_path / "t.jsonl" if why == "timeline" else None) as core:
+@pytest.mark.parametrize("why", ["", "timeline", "rescue", "records", "compiled", "device budget"])
+def test_every_save_is_heard_of_where_more_may_have_to_be_done(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, net, taken, take_off = plain(), fresh(), list[int](), Stretches._take_off
+    with steady(net, "swap", timeline=tmp_path / "t.jsonl" if why == "timeline" else None) as core:
+        monkeypatch.setattr(Stretches, "_take_off", lambda self: taken.append(1) or take_off(self))
         if why == "rescue":
-            core.rescue()
-        if why == "device budget":
-            core.engine.expected._headroom = object()  # type: ignore[assignment]
-        routine = core.engine.routine
-        packed.clear()
-        if why == "device budget":
-            assert not core.engine.expected.may_leave_alone(next(iter(routine.alone.rises)))  # type: ignore[union-attr]
-            core.engine.expected._headroom = None
-            return
+            core.oom_rescues = 1
         if why == "records":
             core.noted.given = True
-        loss = loss_of(net)
-        assert routine is not None and len(packed) >= len(routine.orders)
-        loss.backward()
+        if why == "compiled":
+            core.stretches.forbid()
+        if why == "device budget":
+            monkeypatch.setattr(core.engine.expected, "_headroom", SimpleNamespace(saved=int, needed=int))
+        loss_of(net).backward()
+        assert bool(taken) is (not why)
+    assert_same(gradients(net), usual)
 
 
 # -- under plans of all kinds -----------------------------------------------------------------------------------------
