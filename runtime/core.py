@@ -1,9 +1,10 @@
 """Carries out what the engine decides, on real storages.
 
-`Core` owns the engine, the device, one `Slot` per record and the lock that serialises events. Hooks, recorder, daemon
-and weak-reference callbacks may come in from any thread: calls that may be interrupted anywhere (a storage or a
-handle dies) only leave a note in the inbox, which is emptied at the next safe point. A session's handles keep the
-core alive, so backward works after the block has ended.
+`Core` owns the engine, the device, one `Slot` per record, and what does each part of the work: which record a storage
+has (`storages.py`), instructions (`carrier.py`), copies (`swap.py`), replays (`rematerialise.py`), and so on. Hooks,
+recorder, daemon and weak-reference callbacks may come in from any thread (`entrance.py`): calls that may be interrupted
+anywhere (a storage or a handle dies) only leave a note in the inbox, which is emptied at the next safe point. A
+session's handles keep the core alive, so backward works after the block has ended.
 
 It decides nothing: what to evict, when and how is the engine's.
 """
@@ -13,16 +14,14 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import threading
 import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from delta.engine import Engine
 from delta.errors import DeltaError, StorageModifiedError
@@ -30,8 +29,10 @@ from delta.record import Host
 from delta.runtime.asker import runs_the_program_s_code
 from delta.runtime.attached import Attached
 from delta.runtime.batch_norm import Trials
+from delta.runtime.carrier import Carrier
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
+from delta.runtime.entrance import Entrance
 from delta.runtime.gauge import Gauge
 from delta.runtime.generators import set_back
 from delta.runtime.handle import Handle
@@ -40,47 +41,25 @@ from delta.runtime.kept import KeptTensors
 from delta.runtime.landing import is_landing
 from delta.runtime.moments import Moments
 from delta.runtime.noted import Noted
+from delta.runtime.op_times import OpTimes
 from delta.runtime.persistent import Persistent
 from delta.runtime.planning import PlanningAside
 from delta.runtime.recompute import Recipe
 from delta.runtime.rematerialise import Rematerialiser
-from delta.runtime.slots import Slot, StorageRef
+from delta.runtime.slots import Slot
 from delta.runtime.split import may_split
+from delta.runtime.storages import Storages
 from delta.runtime.stretches import Stretches
 from delta.runtime.swap import Swap
 from delta.runtime.versions import over
-from delta.runtime.view import is_shared
 from delta.runtime.watch import Watch
 from delta.runtime.writes import Writes, filled_unseen
 from delta.timeline import Timeline
-from delta.types import (
-    AwaitIn,
-    AwaitOut,
-    Decode,
-    Drop,
-    Encode,
-    Forget,
-    FreeHost,
-    Hold,
-    Instruction,
-    Kind,
-    Look,
-    OpInfo,
-    Preserve,
-    Release,
-    SwapIn,
-    SwapOut,
-)
-
-_MOST_UNTIMED = 4096
+from delta.types import Instruction, Kind, Look, OpInfo
 
 
 def _nothing() -> None:
     """Stands for the recorder's switch where no recorder is."""
-
-
-def _is_small_view(tensor: Tensor) -> bool:
-    return 2 * tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
 
 
 def _refuse_in_child() -> None:
@@ -100,21 +79,26 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
-class Core:
+class Core(Entrance):
     """One session's mechanism. It is entered (`with core:`) around everything that reports events; around one that no
     instruction follows the lock is enough, and notes that come in meanwhile wait until it is entered next."""
 
     def __init__(self, engine: Engine, device: Device, persistent: Persistent, timeline: Timeline) -> None:
+        super().__init__()
         self.engine = engine
         self.device = device
         self.persistent = persistent
         self.timeline = timeline
-        self.clock = device.clock()
+        clock = device.clock()
+        self.op_times = OpTimes(engine, clock)
         plans = engine.learner.make_plan is not None  # else nobody asks when something came about
-        self.moments = Moments(self.clock) if self.clock.late and plans else None
+        self.moments = Moments(clock) if clock.late and plans else None
         if self.moments is not None:
             engine.learner.device_times = self.moments.so_far
         engine.learner.replay_ns = device.replay_ns
+        self.slots: dict[int, Slot] = {}
+        self.storages = Storages(self)
+        self.carrier = Carrier(self)
         self.watch = Watch(self)
         self.kept = KeptTensors(self)
         self.noted = Noted(self)
@@ -128,10 +112,8 @@ class Core:
         self.trials = Trials(self.begins, self.spent)
         self.planning = PlanningAside(engine.planning)
         self.gauge = Gauge(engine, device)
-        self.slots: dict[int, Slot] = {}
         self.attached = Attached(self.slots, engine.loose)
         self.stall_ns = 0
-        self.overhead_ns = 0
         self.oom_rescues = 0
         self.module = ""  # qualified name of the module now running, where the session knows it
         self.at_pack: Callable[[], None] = _nothing  # turns the recorder on and off
@@ -144,15 +126,7 @@ class Core:
         self.passes = False  # hooks and recorder do nothing now
         self._passes_for_ever = False
         self.next_id: Callable[[], int] = itertools.count().__next__
-        self.by_key: dict[int, int] = {}  # storage identity -> record
-        self.untimed: deque[tuple[int, Any]] = deque()  # ops whose times the device has not told yet
         self.inbox = Inbox(self)
-        self.lock = threading.RLock()
-        self.depth = 0
-        self._collects = False
-        self.owner = 0  # the thread that is in here; 0: none
-        self._entered_ns = 0
-        self._excluded_ns = 0
         self._step_began_ns = 0
         self._warned = 0
         _living.add(self)
@@ -160,9 +134,8 @@ class Core:
     def abandon(self) -> None:
         """In a forked process, such as a data loader's worker: what it has inherited of the block does nothing there.
         The threads behind it are gone, a card cannot be used, and a lock may be held for ever."""
-        if self.depth and self._collects:  # another thread was in here
-            gc.enable()
-        self.abandoned, self.lock, self.depth, self.owner = True, threading.RLock(), 0, 0
+        self.open_in_child()
+        self.abandoned = True
         self.pass_for_ever()
         self.at_unpack = _refuse_in_child
 
@@ -177,47 +150,12 @@ class Core:
             self.device.enforce(False)  # nobody hears of an op that finds no memory
 
     # -- entering -------------------------------------------------------------------------------------------------
-    def __enter__(self) -> None:
-        self.lock.acquire()
-        self.depth += 1
-        if self.depth == 1:
-            # Between an answer of the engine and the last of its instructions, what they are about has to live on.
-            self._collects = gc.isenabled()
-            gc.disable()
-            self.owner = threading.get_ident()
-            self._entered_ns = time.perf_counter_ns()
-            self._excluded_ns = 0
-            try:
-                self._drain()
-            except BaseException:
-                self._leave()
-                raise
+    def _entered(self) -> None:
+        self._drain()
 
-    def __exit__(self, *exc: object) -> None:
-        try:
-            if self.depth == 1:
-                if self.inbox.notes or self.closing:
-                    self._drain()
-                self.overhead_ns += time.perf_counter_ns() - self._entered_ns - self._excluded_ns
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            self.owner = 0
-            if self._collects:
-                gc.enable()
-        self.lock.release()
-
-    def inside(self) -> bool:
-        """Whether the calling thread is in here: the ops it runs are Delta's own."""
-        return self.owner == threading.get_ident()
-
-    def hear(self) -> None:
-        """Take in the notes there are, so that what has died counts no more."""
-        with self:
-            pass
+    def _leaves(self) -> None:
+        if self.inbox.notes or self.closing:
+            self._drain()
 
     def _drain(self) -> None:
         """Take in transfers that have ended, and what happened at times when the engine could not be told."""
@@ -235,95 +173,11 @@ class Core:
         if self.closing and self.engine.ledger.handles == 0:
             self._finish()
 
-    # -- records --------------------------------------------------------------------------------------------------
-    def known(self, tensor: Tensor) -> int | None:
-        """The record of a tensor's storage, if there is one. One that is only counted gets its record by being asked
-        for."""
-        key = tensor.untyped_storage()._cdata
-        if key in self.engine.keeping.storages or self.noted.counts(key):
-            self.kept.give_records()
-        return self.by_key.get(key)
-
-    def known_to_be_written(self, tensor: Tensor) -> int | None:
-        """The same where that is about to be another version: whoever reads this one has to be known, too."""
-        if self.noted.knows(tensor.untyped_storage()._cdata):
-            self.kept.give_records()
-        return self.known(tensor)
-
+    # -- ops --------------------------------------------------------------------------------------------------------
     @property
     def has_recipes(self) -> bool:
         """Whether something may be made again, which a write could spoil."""
         return bool(self.engine.ledger.ops) or self.noted.any
-
-    def minds(self, tensor: Tensor) -> bool:
-        """Whether a write into the tensor may have to be known: something depends on what is there now."""
-        key = tensor.untyped_storage()._cdata
-        if self.noted.knows(key):
-            return True
-        record = self.by_key.get(key)
-        rec = self.engine.ledger.records.get(record) if record is not None else None
-        return rec is not None and rec.depended_on
-
-    def record_of(self, tensor: Tensor) -> int | None:
-        """The record of an op's input; one seen for the first time is a source or a parameter.
-
-        None for a small view of a big storage that this step has not made, because a recipe would have to hold all of
-        it (rule 1), for a weight that FSDP may have freed when the recipe is replayed, and for what may be written
-        unseen (rule 19).
-        """
-        if self.persistent.refilled(tensor):
-            return None
-        record = self.known(tensor)
-        if record is not None and self._became_parameter(record, tensor):
-            record = None
-        if record is None:
-            record = self._seen_first(tensor)
-        if record is None:
-            return None
-        rec, slot = self.engine.ledger.records[record], self.slots[record]
-        if rec.kind is not Kind.PARAMETER and is_shared(tensor):
-            return None
-        before = self.engine.routine is None and rec.kind is Kind.ACTIVATION and rec.op is None and not rec.handles
-        if before and _is_small_view(tensor):  # of what was made before this step, as a data set is
-            return None
-        if slot.seen is None or not rec.depended_on:
-            slot.look_at(tensor)
-        elif slot.written_unseen:
-            return None
-        return record
-
-    def _became_parameter(self, record: int, tensor: Tensor) -> bool:
-        """Whether an activation that nobody has saved is a parameter's data by now (`p.data = p.data - ...`): then no
-        recipe goes back to what it was made of."""
-        rec = self.engine.ledger.records[record]
-        if rec.kind is not Kind.ACTIVATION or rec.op is None or rec.handles or rec.held:
-            return False
-        return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
-
-    def _seen_first(self, tensor: Tensor) -> int | None:
-        if self.persistent.holds(tensor):
-            return self.create(tensor, Kind.PARAMETER)
-        if tensor.device != self.device.torch_device:
-            return None
-        if self.engine.routine is not None:  # what it plans to replay reads what has had a record in other steps
-            return self.create(tensor, Kind.ACTIVATION)
-        if _is_small_view(tensor):
-            return None
-        return self.create(tensor, Kind.SOURCE)
-
-    def create(self, tensor: Tensor, kind: Kind) -> int:
-        """A record for a storage seen for the first time, or for the new version of one."""
-        storage = tensor.untyped_storage()
-        record = self.next_id()
-        self.slots[record] = Slot(self.track(storage, record))
-        self.engine.created(record, storage.nbytes(), kind, time.perf_counter_ns())
-        return record
-
-    def took_ns(self, recipe: Recipe | None, token: Any) -> int | None:
-        """How long running an op once more takes, by what its recipe knows or by the `token` of the device's clock;
-        None where that says so only later."""
-        again_ns = recipe.again_ns if recipe is not None else None
-        return again_ns if again_ns is not None else self.clock.elapsed_ns(token)
 
     def recorded(self, op: OpInfo, recipe: Recipe | None, untimed: Any) -> None:
         """An op ran. `untimed`: the token that will say later how long that took; None if that is known."""
@@ -331,43 +185,9 @@ class Core:
             self.slots[record].recipe = recipe
         self.run(self.engine.op_ran(op, time.perf_counter_ns()))
         if untimed is not None:
-            self.untimed.append((op.id, untimed))
-            if len(self.untimed) > _MOST_UNTIMED:  # of a program that saves nothing, and so never asks
-                self.time_ops(wait=False)
+            self.op_times.told_later(op.id, untimed)
         if self.gauge.closely:
             self.gauge.look()
-
-    def time_ops(self, wait: bool) -> None:
-        """Tell the engine the times the device has by now; with `wait`, all that are missing."""
-        while self.untimed:
-            op, token = self.untimed[0]
-            cost_ns = self.clock.wait_ns(token) if wait else self.clock.elapsed_ns(token)
-            if cost_ns is None:
-                return
-            self.untimed.popleft()
-            self.engine.op_timed(op, cost_ns)
-
-    def track(self, storage: torch.UntypedStorage, record: int) -> StorageRef:
-        ref = StorageRef(storage, self._storage_died)
-        ref.key, ref.record = storage._cdata, record
-        self.by_key[ref.key] = record
-        return ref
-
-    def emptied(self, storage: torch.UntypedStorage) -> None:
-        """The storage has no bytes any more, though a tensor is still on it."""
-        with self:
-            record = self.by_key.pop(storage._cdata, None)
-            if record is not None:
-                self.run(self.engine.storage_gone(record))
-
-    def untrack(self, ref: StorageRef) -> None:
-        """The storage is of no record any more."""
-        if self.by_key.get(ref.key) == ref.record:
-            del self.by_key[ref.key]
-
-    def _storage_died(self, ref: StorageRef) -> None:
-        self.untrack(ref)
-        self.inbox.storage_died(ref.record)
 
     # -- idle steps -------------------------------------------------------------------------------------------------
     def watching(self) -> bool:
@@ -402,7 +222,7 @@ class Core:
             self.watch.forward_again()
             return
         with self:
-            self.time_ops(wait=True)  # the step may be about to be learned from
+            self.op_times.tell(wait=True)  # the step may be about to be learned from
             self.run(self.engine.forward_again(time.perf_counter_ns()))
             self.step_ended()
 
@@ -418,12 +238,12 @@ class Core:
         """Autograd saved a tensor; returns its record. `stays`: it is too small to be evicted, and when the program
         lets go of it is of no interest."""
         self.device.computes()
-        record = self.known(tensor)
+        record = self.storages.known(tensor)
         if record is not None and (self.filled_unseen(record, tensor) or self._copied_before(record)):
             self.writes.settle(self.writes.end([tensor], self.writes.begin([tensor])))
-            record = self.known(tensor)
+            record = self.storages.known(tensor)
         if record is None:
-            record = self.create(tensor, Kind.ACTIVATION)
+            record = self.storages.create(tensor, Kind.ACTIVATION)
         engine = self.engine
         begins = not engine.learner.in_step
         if begins:
@@ -433,8 +253,8 @@ class Core:
             self._step_began_ns = now_ns
         if self.gauge.on:
             self.gauge.look()
-        if self.untimed:
-            self.time_ops(wait=False)
+        if self.op_times.missing:
+            self.op_times.tell(wait=False)
         if not stays:
             self.attached.look(few=not engine.learner.recorded)
         rec = engine.ledger.records[record]
@@ -519,9 +339,9 @@ class Core:
         slot = self.slots[record]
         assert slot.ref is not None
         self.engine.ledger.note_peak(storage.nbytes())
-        self.untrack(slot.ref)
+        self.storages.untrack(slot.ref)
         slot.storage = storage.clone()
-        slot.ref = self.track(slot.storage, record)
+        slot.ref = self.storages.track(slot.storage, record)
         return slot.storage
 
     def lend(self, record: int) -> None:
@@ -568,12 +388,12 @@ class Core:
         """Run the user's op; out of device memory, evict all that can go and run it once more (rule 13), drawing from
         its generator what it drew."""
         try:
-            return self._outside(func, args, kwargs)
+            return self.outside(func, args, kwargs)
         except torch.OutOfMemoryError:
-            self._outside(gc.collect, (), {})
+            self.outside(gc.collect)
             self.rescue()
         set_back(generator, state)
-        return self._outside(func, args, kwargs)
+        return self.outside(func, args, kwargs)
 
     def rescue(self) -> None:
         """An op of the user's, a replay or a copy back found no device memory: evict all that can go. What is missing
@@ -587,94 +407,13 @@ class Core:
             self.device.enforce(False)
             self.gauge.look(own=True)
 
-    def _outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an op of the program's: for it, `inside` is False, and garbage is collected as ever."""
-        owner, self.owner = self.owner, 0
-        if self._collects:
-            gc.enable()
-        try:
-            return func(*args, **kwargs)
-        finally:
-            gc.disable()
-            self.owner = owner
-
     # -- instructions ---------------------------------------------------------------------------------------------
     def run(self, instructions: Sequence[Instruction]) -> None:
         """Carry them out, and take in what came of it."""
         if instructions:
-            self.carry_out(instructions)
+            self.carrier.carry_out(instructions)
         if self.inbox.notes and not self.inbox.emptying:
             self._drain()
-
-    def carry_out(self, instructions: Iterable[Instruction]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Hold(record):
-                    self.hold(record)
-                case Drop(record, action):
-                    self.let_go(record)
-                    if self.timeline.active:
-                        nbytes = self.engine.ledger.records[record].nbytes
-                        self.emit("evicted", record=record, nbytes=nbytes, action=str(action))
-                case Release(record):
-                    self.let_go(record)
-                    if self.timeline.active and record in self.engine.ledger:  # else it was only an encoded form
-                        self.emit("freed", record=record, nbytes=self.engine.ledger.records[record].nbytes)
-                case SwapOut(record, wait):
-                    self.swap.out(record, wait)
-                case SwapIn(record):
-                    self.swap.back(record)
-                case AwaitOut(record):
-                    self.swap.await_out(record)
-                case AwaitIn(record):
-                    self.swap.await_in(record)
-                case Encode(record):
-                    self.encoder.encode(record)
-                case Decode(record):
-                    self.encoder.decode(record)
-                case Preserve(record):
-                    self._preserve(record)
-                case Forget(record):
-                    self._free_host(self.slots.pop(record))
-                case FreeHost(record):
-                    if (slot := self.slots.get(record)) is not None:  # else it died of being let go of just now
-                        self._free_host(slot)
-
-    def hold(self, record: int) -> None:
-        """Take a reference to a storage that is alive."""
-        slot = self.slots[record]
-        slot.storage = slot.alive()
-        slot.form = None
-        assert slot.storage is not None, f"record {record} is dead and cannot be held"
-
-    def let_go(self, record: int) -> None:
-        """Give up the storage, or its smaller form."""
-        slot = self.slots[record]
-        slot.form = None
-        if slot.storage is not None:
-            self.device.release(slot.storage)
-            slot.storage = None
-
-    def _preserve(self, record: int) -> None:
-        slot = self.slots[record]
-        storage = slot.alive()
-        assert storage is not None
-        self.device.meet()
-        slot.storage = storage.clone()
-        kept = self.by_key.get(storage._cdata)
-        slot.ref = self.track(slot.storage, record)
-        if kept is not None:
-            self.by_key[storage._cdata] = kept  # the new version is looked up through the old storage
-
-    def _free_host(self, slot: Slot) -> None:
-        block, slot.block = slot.block, None
-        if block is not None:
-            self.device.free(block)
-            self.engine.transfers.host_room()
-
-    def own_time(self, ns: int) -> None:
-        """The user's own op ran this long while the core was entered: not Delta's overhead."""
-        self._excluded_ns += ns
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
     def begins(self) -> int:
@@ -691,7 +430,7 @@ class Core:
     def spent(self, ns: int) -> None:
         """It took this long, and is not Delta's own overhead either."""
         self.resumes()
-        self._excluded_ns += ns
+        self.own_time(ns)
         self.engine.lost(ns)
 
     def waited(self, record: int, began_ns: int, why: str) -> None:
@@ -768,8 +507,7 @@ class Core:
         self.device.stop()
         self.planning.close()
         self.closing = True
-        with self:
-            pass
+        self.hear()
 
     def _finish(self) -> None:
         """No handle is left after the block has ended: give everything back."""
@@ -779,7 +517,7 @@ class Core:
             if slot.block is not None:
                 self.device.free(slot.block)
         self.slots.clear()
-        self.by_key.clear()
+        self.storages.by_key.clear()
         self.inbox.notes.clear()  # storages that died of this are nobody's business any more
         self.swap.clear()
         self.device.close()

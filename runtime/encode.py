@@ -70,7 +70,7 @@ class Encoder:
             core.run(core.engine.encode_failed(record, time.perf_counter_ns()))
             return
         core.engine.encoded(record, form.nbytes)
-        core.let_go(record)
+        core.carrier.let_go(record)
         slot.form = form
         core.emit("evicted", record=record, nbytes=rec.nbytes, action="encode")
         if slot.alive() is None:  # known at once, so that what is encoded next does not count beside it
@@ -86,7 +86,7 @@ class Encoder:
         except torch.OutOfMemoryError:
             core.engine.decode_failed(record, slot.form.nbytes)
             raise
-        slot.ref = core.track(slot.storage, record)
+        slot.ref = core.storages.track(slot.storage, record)
         slot.form = None
         core.waited(record, began_ns, "decode")
 

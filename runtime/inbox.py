@@ -110,8 +110,8 @@ class Inbox:
                 if note[0] == "note":
                     core.noted.note_died(note[1], note[2])
                     continue
-                if core.untimed:
-                    core.time_ops(wait=engine.ledger.own_handles == 1)  # the step is about to be learned from
+                if core.op_times.missing:
+                    core.op_times.tell(wait=engine.ledger.own_handles == 1)  # the step is about to be learned from
                 if note[0] == "kept":
                     out = self._unsaved(note[1], read=core.noted.keeps(note[1].key))
                 elif note[0] == "noted":

@@ -81,14 +81,14 @@ class KeptTensors:
                 return None
             core.device.computes()
             key = storage._cdata
-            record, drops, gauge = core.by_key.get(key), order in routine.dropped, core.gauge
+            record, drops, gauge = core.storages.by_key.get(key), order in routine.dropped, core.gauge
             if record is not None and core.filled_unseen(record, tensor):
                 return None
             if gauge.on and (gauge.closely or drops or record is not None):
                 gauge.look()
             if not drops:
                 if record is None and order in routine.read:
-                    record = core.create(tensor, Kind.ACTIVATION)
+                    record = core.storages.create(tensor, Kind.ACTIVATION)
                 now_ns = time.perf_counter_ns()
                 if record is None:
                     kept = self._expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
@@ -125,7 +125,7 @@ class KeptTensors:
                 return None
             core.device.release(storage)  # autograd would have kept it, and another stream may rely on that
             for anchor in anchors:
-                core.hold(anchor)
+                core.carrier.hold(anchor)
         if core.timeline.active:
             nbytes = core.engine.ledger[record].nbytes
             core.emit_saved(record, nbytes, order)
@@ -168,7 +168,7 @@ class KeptTensors:
             if not packed.stays:
                 core.attached.given_out(kept.record)
         elif self._engine.keeping.list_tensor(kept, packed.stretch):
-            core.slots[kept.record] = slot = Slot(core.track(storage, kept.record))
+            core.slots[kept.record] = slot = Slot(core.storages.track(storage, kept.record))
             slot.storage = storage
             if not packed.stays:
                 core.attached.add(kept.record)

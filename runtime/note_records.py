@@ -41,13 +41,13 @@ class NoteRecords:
         saved = [made for made in records if engine.ledger[records[made]].handles and not self._is_held(made)]
         for made in sorted(saved, key=lambda made: made not in back):
             for record in engine.list_noted(records[made], back=made in back):
-                core.hold(record)
+                core.carrier.hold(record)
         for note in notes:
             core.inbox.handles_died(note.records)
             note.records = []
         for made in records:
             made.value = None
-        core.carry_out(engine.bury(records.values()))
+        core.carrier.carry_out(engine.bury(records.values()))
 
     def _is_held(self, made: Made) -> bool:
         return self._engine.ledger[self._records[made]].held
@@ -86,9 +86,9 @@ class NoteRecords:
     def _record_read(self, read: Read, tensor: Tensor) -> int:
         """The record of what a note keeps alive by `tensor`."""
         core, given = self._core, read.given() if read.given is not None else None
-        record = core.by_key.get(tensor.untyped_storage()._cdata)
+        record = core.storages.by_key.get(tensor.untyped_storage()._cdata)
         if record is None:
-            record = core.create(tensor, Kind.PARAMETER if core.persistent.holds(tensor) else Kind.ACTIVATION)
+            record = core.storages.create(tensor, Kind.PARAMETER if core.persistent.holds(tensor) else Kind.ACTIVATION)
         slot = core.slots[record]
         if slot.seen is None or tensor._version != read.version:
             slot.look_at(tensor if given is None else given)  # the note's own does not live on
@@ -100,13 +100,13 @@ class NoteRecords:
         nothing would tell of writes, the storage has gone."""
         core, records, found = self._core, self._engine.ledger.records, made.found()
         storage = found.untyped_storage() if found is not None else None
-        known = core.by_key.get(storage._cdata) if storage is not None else None
+        known = core.storages.by_key.get(storage._cdata) if storage is not None else None
         if known is not None:
             if records[known].op is None and not records[known].users:
                 return known
             storage = None
         record = made.kept.record if made.kept is not None else core.next_id()
-        core.slots[record] = Slot(core.track(storage, record) if storage is not None else None)
+        core.slots[record] = Slot(core.storages.track(storage, record) if storage is not None else None)
         self._engine.created(record, made.nbytes, Kind.ACTIVATION, time.perf_counter_ns())
         return record
 

@@ -55,7 +55,7 @@ class Noted:
 
     def knows(self, key: int) -> bool:
         """Whether notes make or read that storage."""
-        return self.counts(key) or self._core.by_key.get(key) in self.records
+        return self.counts(key) or self._core.storages.by_key.get(key) in self.records
 
     def counts(self, key: int) -> bool:
         """Whether they do without a record."""
@@ -87,7 +87,7 @@ class Noted:
                 if not made.is_seen_through(tensor) or is_shared(tensor):
                     return None
                 found.append(Read(made=made, view=None if made.tensor() is tensor else View.of(tensor)))
-            elif (record := core.by_key.get(key)) is not None and self._is_saved(record):
+            elif (record := core.storages.by_key.get(key)) is not None and self._is_saved(record):
                 slot = core.slots[record]
                 if slot.written_unseen or is_shared(tensor):
                     return None
@@ -136,7 +136,7 @@ class Noted:
                     made_by[key] = made = Made(note, tensor, storage, self._storage_died, written=True)
                     note.made.append(weakref.ref(made))
                     break
-                known = key in made_by or key in readers or core.by_key.get(key) is not None
+                known = key in made_by or key in readers or core.storages.by_key.get(key) is not None
                 if known or not storage.nbytes() or tensor.device != core.device.torch_device:
                     note.made.append(None)
                     continue

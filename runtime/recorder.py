@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
 
     def _minds(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether something depends on what the op overwrites."""
-        return any(map(self._core.minds, tensors_written(facts, facts.statistics_written(args), args, kwargs)))
+        return any(map(self._core.storages.minds, tensors_written(facts, facts.statistics_written(args), args, kwargs)))
 
     def _unexpected(self) -> Way:
         """In a step whose routine is known, this call is another than the one that it expects."""
@@ -157,9 +157,9 @@ class Recorder(TorchDispatchMode):
             preserved = core.writes.begin(written) if written else set()
             generator, state = drawn = drawn_from(facts, args, kwargs, core.device.torch_device)
             refusals = facts.refusals(core.device)
-            began_ns, mark = time.perf_counter_ns(), core.clock.start() if known_ns is None else None
+            began_ns, mark = time.perf_counter_ns(), core.op_times.clock.start() if known_ns is None else None
             result = self._run(func, facts, args, kwargs, drawn, written, preserved)
-            token = core.clock.stop(mark) if known_ns is None else None
+            token = core.op_times.clock.stop(mark) if known_ns is None else None
             core.own_time(time.perf_counter_ns() - began_ns)
             results = results_of(result)
             new_versions = core.writes.end(written, preserved) if written else {}
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
                 if inputs is not None and self._replayable(facts, args, results, generator, refusals):
                     again_ns = self._again_ns(func, args, results, products)
                     recipe = Recipe(func, facts, call.args, call.kwargs, inputs, products, generator, state, again_ns)
-                cost_ns = core.took_ns(recipe, token) if known_ns is None else known_ns
+                cost_ns = core.op_times.took_ns(recipe, token) if known_ns is None else known_ns
                 op = self._op(facts, recipe, products, new_versions, cost_ns or 0)
                 core.recorded(op, recipe, untimed=token if cost_ns is None else None)
             if routine is None:
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         reads = core.noted.reads(call.tensors)
-        if reads is None or routine is None or any(core.minds(args[position]) for position in statistics):
+        if reads is None or routine is None or any(core.storages.minds(args[position]) for position in statistics):
             return self._record(func, facts, args, kwargs)
         overwrites = None
         if facts.mutates and not statistics:
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
         """The op's inputs as records, or None where one of them cannot be had again."""
         inputs: list[Input] | None = []
         for tensor in tensors:
-            record = self._core.record_of(tensor) if is_plain(tensor) else None
+            record = self._core.storages.record_of(tensor) if is_plain(tensor) else None
             if record is None or inputs is None:
                 inputs = None
                 continue
@@ -275,20 +275,20 @@ class Recorder(TorchDispatchMode):
         self, results: Sequence[Tensor], tensors: Sequence[Tensor], new_versions: dict[int, int]
     ) -> tuple[Product, ...]:
         """Records for the storages this op made or wrote. Results that share an input's storage make nothing."""
-        core = self._core
+        storages, device = self._core.storages, self._core.device.torch_device
         products: list[Product] = []
         for index, tensor in enumerate(tensors):
-            record = core.known(tensor) if new_versions else None
+            record = storages.known(tensor) if new_versions else None
             if record is None or record not in new_versions.values():
                 continue
             if all(product.record != record for product in products):
                 products.append(Product(record, tensor.untyped_storage().nbytes(), View.of(tensor), written=index))
         for index, tensor in enumerate(results):
-            if not is_plain(tensor) or tensor.device != core.device.torch_device or core.known(tensor) is not None:
+            if not is_plain(tensor) or tensor.device != device or storages.known(tensor) is not None:
                 continue
             nbytes = tensor.untyped_storage().nbytes()
             if nbytes:
-                record = core.create(tensor, Kind.ACTIVATION)
+                record = storages.create(tensor, Kind.ACTIVATION)
                 products.append(Product(record, nbytes, View.of(tensor), result=index))
         return tuple(products)
 

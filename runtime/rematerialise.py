@@ -52,7 +52,7 @@ class Rematerialiser:
         for made in wanted:
             slot = core.slots[made]
             slot.storage, slot.form = storages[made], None  # a stand-in has served its time
-            slot.ref = core.track(storages[made], made)
+            slot.ref = core.storages.track(storages[made], made)
         for source in stolen:  # its storage belongs to the new version now
             core.slots[source].ref = core.slots[source].storage = None
         core.run(engine.replays.replayed(op, wanted))

@@ -95,7 +95,7 @@ class _Split(TorchDispatchMode):
         if sys.getrefcount(storage) == _ONE_NAME and sole_owner(storage, tensors=1) and storage.resizable():
             core.device.release(storage, tensors=1)
             storage.resize_(0)
-            core.emptied(storage)
+            core.storages.emptied(storage)
 
 
 def reads_no_input(args: Sequence[Any]) -> bool:

@@ -108,14 +108,14 @@ class Swap:
             raise
         slot.storage = slot.coming.storage
         if slot.storage is not None:  # else it has failed already, as whoever looks at it next will find
-            slot.ref = self._core.track(slot.storage, record)
+            slot.ref = self._core.storages.track(slot.storage, record)
         self._coming.append(record)
         self._core.engine.transfers.coming()
 
     def await_back(self, record: int) -> None:
         """The value of a pinned record is needed: wait for its copy back, and ask for it once more if it failed or was
         not even begun."""
-        began_ns, clock = self._core.begins(), self._core.clock
+        began_ns, clock = self._core.begins(), self._core.op_times.clock
         mark = clock.start()
         with suppress(SwapError):
             self._wait_back(record)
@@ -144,7 +144,7 @@ class Swap:
         """
         while self._stalls:
             order, token = self._stalls[0]
-            stalled_ns = self._core.clock.elapsed_ns(token)
+            stalled_ns = self._core.op_times.clock.elapsed_ns(token)
             if stalled_ns is None:
                 return
             self._stalls.popleft()
@@ -177,7 +177,7 @@ class Swap:
         slot = self._core.slots[record]
         self._coming.remove(record)
         if slot.ref is not None:
-            self._core.untrack(slot.ref)
+            self._core.storages.untrack(slot.ref)
         slot.coming = slot.storage = slot.ref = None
         self._core.engine.transfers.copy_in_failed(record)
 

@@ -199,7 +199,7 @@ class TracedStep:
         for position, token in self._times:
             op = self._events[position]
             assert isinstance(op, Op)
-            self._events[position] = replace(op, cost_ns=self._core.clock.wait_ns(token))
+            self._events[position] = replace(op, cost_ns=self._core.op_times.clock.wait_ns(token))
         self._stored.clear()  # its weak references and this object refer to each other
         return (*self._constants, *self._events, *(Result(stored.number) for stored in left))
 

@@ -118,9 +118,9 @@ class Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs, available = step.reads(call.tensors)
         refusals = facts.refusals(self._core.device)
-        mark = self._core.clock.start()
+        mark = self._core.op_times.clock.start()
         result = func(*args, **kwargs)
-        token = self._core.clock.stop(mark)
+        token = self._core.op_times.clock.stop(mark)
         results = results_of(result)
         replayable = available and self._replayable(facts, args, results, refusals)
         again_ns = self._core.trials.again_ns(func, args, results) if replayable else None
@@ -197,7 +197,7 @@ class Tracer(TorchDispatchMode):
 
     def _own(self, step: TracedStep) -> Bookkeeping:
         """Where the host works ahead, what Delta's own work takes there says nothing of the step's time."""
-        return FREE if self._core.clock.late else step.own.means()
+        return FREE if self._core.op_times.clock.late else step.own.means()
 
     def _end(self, step: TracedStep) -> None:
         self._step = None

@@ -32,7 +32,7 @@ class Writes:
         core = self._core
         preserved, in_backward = set(), torch._C._current_graph_task_id() != -1
         for tensor in tensors:
-            record = core.known_to_be_written(tensor)
+            record = core.storages.known_to_be_written(tensor)
             if record is None or record in preserved:
                 continue
             while instructions := core.engine.before_overwrite(record, in_backward):
@@ -47,7 +47,7 @@ class Writes:
         core = self._core
         versions: dict[int, int] = {}
         for tensor in tensors:
-            old = core.known(tensor)
+            old = core.storages.known(tensor)
             if old is None or old in versions or old in versions.values():
                 continue
             core.slots[old].seen = None  # this write is known of
@@ -55,7 +55,7 @@ class Writes:
             if not rec.depended_on and rec.nbytes == tensor.untyped_storage().nbytes():
                 continue
             kind = Kind.PARAMETER if core.persistent.holds(tensor) else Kind.ACTIVATION
-            new = core.create(tensor, kind)
+            new = core.storages.create(tensor, kind)
             versions[old] = new
             if old not in preserved:
                 core.slots[old].ref = None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import delta
 from delta.runtime.core import Core
+from delta.runtime.op_times import OpTimes
 from delta.runtime.swap import Swap
 
 pytestmark = [
@@ -68,7 +69,7 @@ def test_no_event_is_asked_about_and_nothing_refused_meanwhile(monkeypatch: pyte
     asked, enforced = [], []
     monkeypatch.setattr(Swap, "busy", True)
     monkeypatch.setattr(Swap, "poll", lambda swap: asked.append(swap._core.capturing))
-    monkeypatch.setattr(Core, "time_ops", lambda core, wait: asked.append(core.capturing))
+    monkeypatch.setattr(OpTimes, "tell", lambda times, wait: asked.append(core.capturing))
     monkeypatch.setattr(Core, "find_used", lambda core: None)
     before = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
     weight = nn.Parameter(torch.ones(64))
@@ -77,7 +78,7 @@ def test_no_event_is_asked_about_and_nothing_refused_meanwhile(monkeypatch: pyte
         core = run._core
         assert core is not None
         weight.mul(2).sin().sum().backward()
-        core.untimed.append((-1, None))
+        core.op_times.missing.append((-1, None))
         held = weight.mul(2).sin()
         torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
         monkeypatch.setattr(core.device, "enforce", enforced.append)
@@ -89,7 +90,7 @@ def test_no_event_is_asked_about_and_nothing_refused_meanwhile(monkeypatch: pyte
         torch.cuda.CUDAGraph.capture_end(object())  # type: ignore[arg-type]
         core.hear()
         assert asked and not any(asked)
-        core.untimed.clear()
+        core.op_times.missing.clear()
     assert (torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end) == before
 
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import delta
 from delta.config import HostConfig
 from delta.runtime import landing as module
-from delta.runtime.core import Core
 from delta.runtime.device import cpu
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.landing import is_landing, landing
 from delta.runtime.pieces import BLOCK_BYTES
 from delta.runtime.rawmem import as_bytes, sole_owner
 from delta.runtime.spill import SpillFile
+from delta.runtime.storages import Storages
 from delta.runtime.view import is_shared
 
 MIB = 2**20
@@ -221,8 +221,8 @@ def test_the_input_of_a_convolution_goes_between_its_two_calls(
     straight: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emptied: list[int] = []
-    tell = Core.emptied
-    monkeypatch.setattr(Core, "emptied", lambda core, storage: (emptied.append(storage.nbytes()), tell(core, storage)))
+    tell = Storages.emptied
+    monkeypatch.setattr(Storages, "emptied", lambda of, storage: (emptied.append(storage.nbytes()), tell(of, storage)))
     chosen = delta.load_policy("swap", {"filter.min_bytes": 1024, "backward.split_convolutions": True})
     with delta.evict(activations="0%", policy=chosen, device="cpu"):
         ours = numbers_of(convolved)

@@ -30,7 +30,7 @@ def block(policy: str = "recompute", device: str = "cpu") -> delta.evict:
 def recipes(run: delta.evict, *tensors: Tensor) -> list[bool]:
     """Whether the tensors' storages could be made again."""
     core = run._core
-    return [core.slots[core.known(tensor)].recipe is not None for tensor in tensors]
+    return [core.slots[core.storages.known(tensor)].recipe is not None for tensor in tensors]
 
 
 def batch() -> Tensor:

@@ -48,7 +48,7 @@ def last(core: Core):
 
 def record(core: Core, tensor: torch.Tensor):
     """The ledger's record of a tensor's storage, or None."""
-    number = core.known(tensor)
+    number = core.storages.known(tensor)
     return core.engine.ledger[number] if number is not None else None
 
 
@@ -60,10 +60,10 @@ def test_an_op_is_recorded_with_what_it_reads_and_makes(core):
         z = y * x
     assert names(core) == ["aten.sin", "aten.mul"]
     sin, mul = core.engine.ledger.ops.values()
-    assert sin.inputs == (core.known(x),)
-    assert sin.outputs == (core.known(y),)
-    assert mul.inputs == (core.known(y), core.known(x))
-    assert mul.outputs == (core.known(z),)
+    assert sin.inputs == (core.storages.known(x),)
+    assert sin.outputs == (core.storages.known(y),)
+    assert mul.inputs == (core.storages.known(y), core.storages.known(x))
+    assert mul.outputs == (core.storages.known(z),)
     assert sin.replayable
     assert mul.replayable
     assert (record(core, y).nbytes, record(core, y).kind) == (96, Kind.ACTIVATION)
@@ -94,7 +94,7 @@ class LateClock:
 
 
 def test_times_that_the_device_tells_later_reach_their_ops(core):
-    core.clock = LateClock()
+    core.op_times.clock = LateClock()
     x = torch.randn(4, 6)
     with Recorder(core):
         _made = x.sin(), x.cos()
@@ -120,7 +120,7 @@ def test_under_a_routine_a_call_is_recorded_or_passes(core):
     assert record(core, passed) is None
     assert record(core, read).op is None
     assert record(core, read).kind is Kind.ACTIVATION
-    assert core.engine.ledger.recoverable(core.known(recorded), grasp=True)
+    assert core.engine.ledger.recoverable(core.storages.known(recorded), grasp=True)
     assert names(core) == ["aten.sin", "aten.cos", "aten.exp", "aten.exp"]
     assert all(record(core, value).op is not None for value in observed)
 
@@ -147,9 +147,9 @@ def test_what_makes_no_tensor_ends_no_routine(core):
 def test_a_write_under_a_routine_ends_a_version_all_the_same(core):
     def versions() -> tuple[int | None, int | None]:
         y = x.sin()
-        before = core.known(y)
+        before = core.storages.known(y)
         y.add_(1)
-        return before, core.known(y)
+        return before, core.storages.known(y)
 
     x = torch.randn(4, 6)
     with Recorder(core):
@@ -169,13 +169,13 @@ def test_the_program_s_own_op_is_not_delta_s_overhead(core, way, monkeypatch):
         x.sin()
     calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
     core.engine.learner.routine = Routine(calls, [way])
-    run, left_out_ns = core._outside, []
+    run, left_out_ns = core.outside, []
 
     def slowly(func, args, kwargs):
         time.sleep(0.02)
         return run(func, args, kwargs)
 
-    monkeypatch.setattr(core, "_outside", slowly)
+    monkeypatch.setattr(core, "outside", slowly)
     monkeypatch.setattr(core, "own_time", left_out_ns.append)
     with Recorder(core):
         x.sin()
@@ -210,7 +210,7 @@ def test_an_unmarked_alias_is_found_by_its_storage(core):
         y = x.sin()
         z = torch.ops.aten._unsafe_view.default(y, [24])
         z.cos()
-    assert core.known(z) == core.known(y)
+    assert core.storages.known(z) == core.storages.known(y)
     assert names(core) == ["aten.sin", "aten.cos"]
 
 
@@ -218,14 +218,14 @@ def test_several_results_are_one_op(core):
     x = torch.randn(4, 6)
     with Recorder(core):
         normal, mean, rstd = torch.ops.aten.native_layer_norm.default(x, [6], None, None, 1e-5)
-    assert last(core).outputs == (core.known(normal), core.known(mean), core.known(rstd))
+    assert last(core).outputs == (core.storages.known(normal), core.storages.known(mean), core.storages.known(rstd))
 
 
 def test_factories_read_nothing_and_can_run_again(core):
     with Recorder(core):
         x = torch.ones(3)
     assert (last(core).inputs, last(core).replayable) == ((), True)
-    assert core.slots[core.known(x)].recipe is not None
+    assert core.slots[core.storages.known(x)].recipe is not None
 
 
 def test_an_op_that_may_not_run_again_keeps_nothing_alive(core):
@@ -235,7 +235,7 @@ def test_an_op_that_may_not_run_again_keeps_nothing_alive(core):
         values, _ = y.topk(2)
     assert names(core) == ["aten.sin", "aten.topk"]
     assert (last(core).inputs, last(core).replayable) == ((), False)
-    assert core.slots[core.known(values)].recipe is None
+    assert core.slots[core.storages.known(values)].recipe is None
 
 
 def test_a_small_view_of_a_big_storage_is_no_input(core):
@@ -288,7 +288,7 @@ def test_an_ancestor_stays_while_its_descendant_lives(core):
         y = x.sin().cos().tan()
         torch.ones(1)
     assert names(core)[:3] == ["aten.sin", "aten.cos", "aten.tan"]
-    assert core.known(y) is not None
+    assert core.storages.known(y) is not None
 
 
 # -- when nothing is recorded -----------------------------------------------------------------------------------------
@@ -314,11 +314,11 @@ def test_a_write_is_noticed_even_where_nothing_is_recorded(core):
     x = torch.randn(4)
     with Recorder(core):
         y = x.sin()
-        before = core.known(x)
+        before = core.storages.known(x)
         with torch.no_grad():
             x.add_(1)
-    assert core.known(x) != before
-    assert not core.engine.ledger.recoverable(core.known(y), grasp=True)
+    assert core.storages.known(x) != before
+    assert not core.engine.ledger.recoverable(core.storages.known(y), grasp=True)
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------
@@ -326,9 +326,9 @@ def test_a_write_makes_a_new_version(core):
     x = torch.randn(4)
     with Recorder(core):
         y = x.sin()
-        old = core.known(y)
+        old = core.storages.known(y)
         y.mul_(2)
-        new = core.known(y)
+        new = core.storages.known(y)
     assert new != old
     assert last(core).inputs == (old,)
     assert last(core).outputs == (new,)
@@ -353,18 +353,18 @@ class Late:
 
 
 def test_times_that_nobody_asks_for_are_not_kept_for_ever(core, monkeypatch):
-    monkeypatch.setattr("delta.runtime.core._MOST_UNTIMED", 8)
-    core.clock = Late()
+    monkeypatch.setattr("delta.runtime.op_times._MOST_MISSING", 8)
+    core.op_times.clock = Late()
     x = torch.randn(4)
     with Recorder(core):
         kept = [x.sin() for _ in range(50)]
-    assert len(kept) == 50 and len(core.untimed) <= 9
+    assert len(kept) == 50 and len(core.op_times.missing) <= 9
 
 
 def test_a_copy_out_that_fails_while_a_write_waits_is_asked_about_again(core, monkeypatch):
     """The engine had seen a copy on its way, and wanted no clone."""
     answers, ran = [[], [Preserve(7)], [AwaitOut(7)]], []
-    monkeypatch.setattr(core, "known", lambda tensor: 7)
+    monkeypatch.setattr(core.storages, "known", lambda tensor: 7)
     monkeypatch.setattr(core.engine, "before_overwrite", lambda record, in_backward: answers.pop())
     monkeypatch.setattr(core, "run", ran.extend)
     assert core.writes.begin([torch.ones(4)]) == {7}
@@ -375,11 +375,11 @@ def test_out_is_a_write(core):
     x = torch.randn(4)
     with Recorder(core):
         out = torch.empty(4)
-        old = core.known(out)
+        old = core.storages.known(out)
         torch.sin(x, out=out)
-    assert core.known(out) != old
+    assert core.storages.known(out) != old
     assert last(core).name == "aten.sin"
-    assert last(core).outputs == (core.known(out),)
+    assert last(core).outputs == (core.storages.known(out),)
     assert last(core).overwrites == (old,)
 
 
@@ -396,10 +396,10 @@ def test_writing_through_a_view_writes_the_storage(core):
     x = torch.randn(4, 6)
     with Recorder(core):
         y = x.sin()
-        old = core.known(y)
+        old = core.storages.known(y)
         y[2].zero_()
-    assert core.known(y) != old
-    assert last(core).outputs == (core.known(y),)
+    assert core.storages.known(y) != old
+    assert last(core).outputs == (core.storages.known(y),)
 
 
 # -- which writes have to be known ------------------------------------------------------------------------------------
@@ -407,23 +407,25 @@ def test_writing_through_a_view_writes_the_storage(core):
     ("prepare", "minded"),
     [
         pytest.param(lambda core, x: None, False, id="nobody knows it"),
-        pytest.param(lambda core, x: core.create(x, Kind.PARAMETER), False, id="only known"),
+        pytest.param(lambda core, x: core.storages.create(x, Kind.PARAMETER), False, id="only known"),
         pytest.param(lambda core, x: x.sin(), True, id="read by a recipe that lives"),
-        pytest.param(lambda core, x: core.engine.saved(core.create(x, Kind.ACTIVATION), 1, 1), True, id="saved"),
+        pytest.param(
+            lambda core, x: core.engine.saved(core.storages.create(x, Kind.ACTIVATION), 1, 1), True, id="saved"
+        ),
     ],
 )
 def test_a_write_is_minded_where_something_depends_on_what_is_there(core, prepare, minded):
     x = torch.ones(4)
     with Recorder(core):
         kept = prepare(core, x)
-    assert core.minds(x) is minded
+    assert core.storages.minds(x) is minded
     del kept
 
 
 def test_a_write_into_what_was_made_and_nobody_read_is_minded(core):
     with Recorder(core):
         made = torch.ones(4).sin()
-    assert core.minds(made)
+    assert core.storages.minds(made)
 
 
 def test_what_a_recipe_has_read_can_be_read_again_after_a_write(core):
@@ -436,16 +438,16 @@ def test_what_a_recipe_has_read_can_be_read_again_after_a_write(core):
         with torch.no_grad():
             x.mul_(2)
         made = x.sin()
-    assert last(core).inputs == (core.known(x),)
-    assert last(core).outputs == (core.known(made),)
+    assert last(core).inputs == (core.storages.known(x),)
+    assert last(core).outputs == (core.storages.known(made),)
     assert last(core).replayable
-    assert not core.slots[core.known(x)].written_unseen
+    assert not core.slots[core.storages.known(x)].written_unseen
 
 
 def test_nobody_comes_in_for_a_write_that_spoils_nothing(core, monkeypatch):
     """Of batch norm's counters, for one, there are dozens."""
     counter, x = torch.zeros(()), torch.ones(4)
-    core.create(counter, Kind.PARAMETER)
+    core.storages.create(counter, Kind.PARAMETER)
     entered = []
     with Recorder(core):
         y = x.sin()  # a recipe that a write could spoil
@@ -461,7 +463,7 @@ def test_nobody_comes_in_for_a_write_that_spoils_nothing(core, monkeypatch):
 @pytest.mark.parametrize("within", [False, True])
 def test_a_death_within_an_event_waits_for_its_end(core, within):
     tensor = torch.ones(4)
-    record = core.create(tensor, Kind.ACTIVATION)
+    record = core.storages.create(tensor, Kind.ACTIVATION)
     with core:
         core.run(core.engine.saved(record, 1, 1))
     with core.lock if within else nullcontext():
@@ -479,14 +481,14 @@ def test_batch_norm_statistics_are_written_but_not_read(core):
     op = core.engine.ledger.ops[record(core, y).op]
     assert op.name == "aten.native_batch_norm"
     assert op.overwrites == ()
-    assert set(op.inputs) == {core.known(x), core.known(norm.weight), core.known(norm.bias)}
+    assert set(op.inputs) == {core.storages.known(x), core.storages.known(norm.weight), core.storages.known(norm.bias)}
 
 
 def test_batch_norm_in_evaluation_reads_its_statistics(core):
     norm = nn.BatchNorm1d(6).eval()
     with Recorder(core):
         y = norm(torch.randn(4, 6))
-    assert core.known(norm.running_mean) in core.engine.ledger.ops[record(core, y).op].inputs
+    assert core.storages.known(norm.running_mean) in core.engine.ledger.ops[record(core, y).op].inputs
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------
@@ -495,7 +497,7 @@ def test_the_generator_s_state_is_that_before_the_draw(core):
     state = torch.get_rng_state()
     with Recorder(core):
         noise = torch.empty(4).uniform_()
-    recipe = core.slots[core.known(noise)].recipe
+    recipe = core.slots[core.storages.known(noise)].recipe
     assert recipe.generator is torch.default_generator
     assert torch.equal(recipe.generator_state, state)
     assert not torch.equal(torch.get_rng_state(), state)
@@ -505,7 +507,7 @@ def test_a_generator_that_was_given_is_the_one_kept(core):
     generator = torch.Generator().manual_seed(9)
     with Recorder(core):
         noise = torch.bernoulli(torch.full((4,), 0.5), generator=generator)
-    recipe = core.slots[core.known(noise)].recipe
+    recipe = core.slots[core.storages.known(noise)].recipe
     recipe.generator.manual_seed(10)
     assert generator.initial_seed() == 10, "the same one"
 
@@ -550,8 +552,8 @@ def test_a_convolution_that_went_without_memory_it_asked_for_is_not_replayed(cor
     """It took another algorithm than the first choice, which a replay might have memory for. The next one like it takes
     that, too, and is refused nothing."""
     with monkeypatch.context() as patch:
-        runs = core._outside
-        patch.setattr(core, "_outside", lambda *call: on_cuda.append(on_cuda.pop() + 1) or runs(*call))
+        runs = core.outside
+        patch.setattr(core, "outside", lambda *call: on_cuda.append(on_cuda.pop() + 1) or runs(*call))
         assert not convolved(core)
     assert not convolved(core)
 

@@ -560,7 +560,7 @@ def test_under_a_routine_no_op_is_timed(monkeypatch):
             trained([of_rows(16)])
         engine, known = run._core.engine, run._core.engine.learner.profiles[0].graph.ops
         timed = []
-        monkeypatch.setattr(run._core.clock, "start", lambda: timed.append(1))
+        monkeypatch.setattr(run._core.op_times.clock, "start", lambda: timed.append(1))
         loss = of_rows(16)(Branching())
         recorded = list(engine.ledger.ops.values())
         assert engine.routine is not None and recorded and not timed

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta
 from delta.runtime import split
-from delta.runtime.core import Core
 from delta.runtime.demo_measure import AllocatedBytes
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.rawmem import sole_owner
+from delta.runtime.storages import Storages
 
 pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 
@@ -46,8 +46,8 @@ def policy(**changes: Any) -> delta.Policy:
 def emptied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The storages that were emptied, by identity."""
     found: list[int] = []
-    tell = Core.emptied
-    monkeypatch.setattr(Core, "emptied", lambda core, storage: (found.append(storage._cdata), tell(core, storage)))
+    tell = Storages.emptied
+    monkeypatch.setattr(Storages, "emptied", lambda of, storage: (found.append(storage._cdata), tell(of, storage)))
     yield found
 
 

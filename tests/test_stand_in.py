@@ -300,7 +300,7 @@ def test_nobody_else_is_answered_in_bits():
         core = session._core
         assert core is not None
         with core:
-            record = core.known(y)
+            record = core.storages.known(y)
             assert record is not None
             core.run(core.engine._room.carry_out(core.engine.ledger[record], Action.ENCODE, 0, False))
         assert in_bits(session) == 1

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import delta
 from delta.config import HostConfig
+from delta.runtime.carrier import Carrier
 from delta.runtime.codecs import Bits, _Bitmap
 from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
@@ -311,7 +312,7 @@ def test_an_encoded_form_is_made_after_meeting_and_shared_when_it_is_read(monkey
 
 def test_a_value_is_preserved_after_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(monkeypatch)
-    told.beside(monkeypatch, Core, "_preserve")
+    told.beside(monkeypatch, Carrier, "_preserve")
     weight, batch = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
     policy = delta.load_policy("recompute", {"filter.min_bytes": 0})
     with delta.evict(activations="0%", policy=policy, device="cpu"):
