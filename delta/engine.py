@@ -257,6 +257,10 @@ class Engine:
         one told of by `op_ran`."""
         self.learner.called(call, made)
 
+    def known_cost_ns(self, call: object) -> int | None:
+        """How long an op takes that is about to be recorded, if it need not be timed."""
+        return self.learner.known_cost_ns(call)
+
     @property
     def routine(self) -> Routine | None:
         """Which calls need a recipe; None: all do. It is to be asked about each one, in order."""

@@ -10,7 +10,7 @@ least over the recorded steps: a first run pays page faults and cold caches that
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -63,6 +63,7 @@ class Learner:
     _left_midway: bool = False  # the routine of this step was left after some calls
     _recorded_so_far: bool = False  # at the first save of this step, if the routine has let no call pass since
     _before: Profile | None = None  # the kind of step that ended last
+    _costs: Iterator[tuple[object, int]] | None = None  # of the calls to come, where these are not timed once more
 
     @property
     def position(self) -> int:
@@ -209,6 +210,18 @@ class Learner:
         self.log.calls.append((call, len(self.log.ops) - 1 if made else -1))
         if self.too_many(len(self.log.calls)):
             self.forget()
+
+    def known_cost_ns(self, call: object) -> int | None:
+        """How long the op takes that `call` stands for, the next one to be recorded; None: it is to be timed."""
+        if self.routine is not None:
+            return self.routine.cost_ns
+        if self._costs is None:
+            return None
+        known, cost_ns = next(self._costs, (None, 0))
+        if known is call:
+            return cost_ns
+        self._costs = None  # the step goes otherwise
+        return None
 
     def begin(self, recording: bool) -> None:
         """The first tensor of a step is about to be packed. `recording`: the recorder has been on since the last step
@@ -446,7 +459,10 @@ class Learner:
             self._before.came_before(profile)
         self._before = profile
         following = profile and (profile.then or profile)
-        self._following, self.routine = following, None
+        self._following, self.routine, self._costs = following, None, None
+        if self.device_times is not None and following is not None and following.refined == REFINEMENTS - 1:
+            # The last step whose moments count: events around each op would have it seem longer than it is.
+            self._costs = following.costs_ns(self.replay_ns)
         if following is not None and following.routine is not None and not self.missed:
             self.routine = following.routine
             self.routine.restart()
@@ -541,7 +557,8 @@ class Learner:
         again = False
         if self.recorded and profile.refined < REFINEMENTS:
             profile.refined += 1
-            known, profile.graph = profile.graph, refine(profile.graph, self._graph())
+            late = self.device_times is not None
+            known, profile.graph = profile.graph, refine(profile.graph, self._graph(), late)
             profile.calls = tuple(self.log.calls)
             again = not exact or profile.graph.ops != known.ops
         rise_bytes, fall_bytes = self._beside_moved(profile, beside)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import sub
 
 from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph
@@ -56,6 +58,11 @@ class Profile:
         """Whether its plan may be made tighter still."""
         return self.tightened < TIGHTENINGS and self.squeeze > TIGHTEST
 
+    def costs_ns(self, replay_ns: int) -> Iterator[tuple[object, int]]:
+        """Its recorded calls and how long their ops take, without what a replay takes beside."""
+        ops = self.graph.ops
+        return ((call, ops[op].cost_ns - replay_ns if op >= 0 else 0) for call, op in self.calls)
+
     def came_before(self, following: Profile | None) -> None:
         """A step of this kind was followed by one of that: the majority counts, so that one odd step among many, an
         epoch's last batch, is not expected again at once."""
@@ -74,13 +81,33 @@ def with_beside(graph: StepGraph, beside: Beside) -> StepGraph:
     return replace(graph, beside_saves=beside.saves.most_bytes, beside_needs=beside.needs.most_bytes)
 
 
-def refine(old: StepGraph, new: StepGraph) -> StepGraph:
+def refine(old: StepGraph, new: StepGraph, late: bool) -> StepGraph:
     """The newer step with, for each op, the least cost seen and, for each storage, the longest stay; the newer step
-    alone if the ops differ, or it saved more or fewer."""
+    alone if the ops differ, or it saved more or fewer. `late`: the device told the times, the host works ahead of it.
+    """
     if len(old.saved) != len(new.saved) or [op.name for op in old.ops] != [op.name for op in new.ops]:
         return new
     ops = tuple(
         replace(fresh, cost_ns=min(fresh.cost_ns, known.cost_ns)) for fresh, known in zip(new.ops, old.ops, strict=True)
     )
     floats_to = tuple(map(max, new.floats_to, old.floats_to))
-    return replace(new, ops=ops, floats_to=floats_to)
+    return replace(_without_delays(old, new) if late else new, ops=ops, floats_to=floats_to)
+
+
+def _without_delays(old: StepGraph, new: StepGraph) -> StepGraph:
+    """The newer step with each save and need as soon after the one before it as ever. A host that records is held up
+    now and then, here in one step and there in another, and a device that waits for it tells of that as its own time.
+    """
+    if old.needs != new.needs or old.needs_before != new.needs_before or new.turns:
+        return new
+    saves = [(before, False, order) for order, before in zip(range(len(new.saved)), new.needs_before, strict=True)]
+    came = sorted(saves + [(position, True, position) for position in range(len(new.needs))])
+
+    def gaps_ns(graph: StepGraph) -> Iterator[int]:
+        at_ns = [(graph.need_ns if need else graph.save_ns)[number] for _, need, number in came]
+        return map(sub, [*at_ns, graph.end_ns], [0, *at_ns])
+
+    *at_ns, end_ns = accumulate(map(min, gaps_ns(old), gaps_ns(new)))
+    save_ns = tuple([ns for ns, (_, need, _) in zip(at_ns, came, strict=True) if not need])
+    need_ns = tuple([ns for ns, (_, need, _) in zip(at_ns, came, strict=True) if need])
+    return replace(new, save_ns=save_ns, need_ns=need_ns, end_ns=end_ns)

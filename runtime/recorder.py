@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
         routine = core.engine.routine
         if routine is None:
             core.stretches.lost()
-        known_ns = routine.cost_ns if routine is not None else None
+        known_ns = core.engine.known_cost_ns(func)
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         with core:

@@ -7,7 +7,7 @@ from builders import an_op
 
 from delta.learner import AIM, Learner
 from delta.planner import Plan, StepGraph
-from delta.planner.steplog import Moves
+from delta.planner.steplog import Moves, StepTimes
 from delta.profile import REFINEMENTS, TIGHTENINGS, refine
 from delta.types import Action, Kind, Mode
 
@@ -303,14 +303,60 @@ def test_a_plan_as_tight_as_may_be_is_not_made_again(learner, planner):
 def test_refine_keeps_the_newer_step_with_the_least_costs(learner, planner):
     step(learner, "abc", cost_ns=5)
     old = planner.asked[0][0]
-    newer = replace(old, ops=tuple(replace(op, cost_ns=4 + op.id) for op in old.ops), end_ns=77)
-    found = refine(old, newer)
+    newer = replace(old, ops=tuple(replace(op, cost_ns=4 + op.id) for op in old.ops), end_ns=7777)
+    found = refine(old, newer, late=False)
     assert [op.cost_ns for op in found.ops] == [4, 5, 5], "of 4, 5, 6 and 5, 5, 5"
-    assert found.end_ns == 77
+    assert replace(found, ops=newer.ops) == newer
     other = replace(newer, ops=newer.ops[:2])
-    assert refine(old, other) is other
+    assert refine(old, other, late=True) is other
     fewer = replace(newer, saved=newer.saved[:-1], floats_to=newer.floats_to[:-1])
-    assert refine(old, fewer) is fewer, "positions of the longer one would lie behind its end"
+    assert refine(old, fewer, late=True) is fewer, "positions of the longer one would lie behind its end"
+
+
+def test_between_saves_and_needs_of_a_late_device_it_is_the_least_time_that_counts(learner, planner):
+    """In the order in which they come: here a save, a need, two saves, and their needs."""
+    step(learner, "abc")
+    came = {"needs": (0, 2, 1), "needs_before": (0, 1, 1)}
+    old = replace(planner.asked[0][0], **came, save_ns=(0, 30, 40), need_ns=(20, 90, 91), end_ns=100)
+    newer = replace(old, save_ns=(1, 12, 92), need_ns=(11, 102, 122), end_ns=123)
+    found = refine(old, newer, late=True)
+    assert found.save_ns == (0, 11, 21)
+    assert found.need_ns == (10, 31, 32)
+    assert found.end_ns == 33
+    for other in (replace(newer, needs=(0, 1, 2)), replace(newer, needs_before=(0, 0, 1))):
+        assert refine(old, other, late=True) == other, "they came in another order"
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_ops_are_not_timed_in_the_last_step_whose_moments_count(learner, planner, late):
+    """On a device that tells times later: there each op is between two events, which take time themselves."""
+    if late:
+        learner.device_times = lambda log: StepTimes()
+    learner.replay_ns = 100
+    known = [calls_in_step(learner, "xabyc", unmade="xy") for _ in range(2)]
+    assert known == [[None] * 5] * 2
+    assert [op.cost_ns for op in planner.asked[-1][0].ops] == [107, 107, 107]
+    expected = [0, 7, 7, None, None] if late else [None] * 5
+    assert calls_in_step(learner, "xabcy", unmade="xy") == expected, "from where the calls differ, they are timed"
+
+
+def calls_in_step(learner, calls, unmade) -> list[int | None]:
+    """A step that is recorded whole, each op of which takes 7 ns and makes something unless it is `unmade`; what was
+    known of each before it ran."""
+    known, made = [], 0
+    for call in calls:
+        known.append(learner.known_cost_ns(call))
+        if call not in unmade:
+            learner.op(an_op(made, [], [made], cost_ns=7), {made: 10}, {made: Kind.ACTIVATION})
+            made += 1
+        learner.called(call, call not in unmade)
+    learner.begin(True)
+    for record in range(made):
+        learner.packed(record, record)
+        learner.saved(record, 10, Kind.ACTIVATION, record)
+    learner.needed(0, 9)
+    learner.end(10, LIMIT, UNEVICTED, lambda known: LIMIT, True, {})
+    return known
 
 
 # -- a step without an end --------------------------------------------------------------------------------------------

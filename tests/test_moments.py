@@ -1,7 +1,7 @@
 """Times of a step on a device that the host works ahead of."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ from delta.runtime import rematerialise
 from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.moments import MOST_OPS, PACE, Moments
+from delta.runtime.op_times import OpTimes
 from delta.runtime.recompute import replay
+from delta.runtime.recorder import Recorder
 from delta.runtime.swap import Swap
 from delta.transfers import Transfers
 from delta.types import OpInfo
@@ -248,6 +250,28 @@ def test_plans_are_made_by_the_device_s_times(monkeypatch, policy):
     assert first.save_ns[-1] < first.need_ns[0] < first.need_ns[-1] <= first.end_ns
     assert sum(op.cost_ns for op in first.ops) <= first.end_ns
     assert took_ns < first.end_ns <= Slow.times * took_ns
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_in_the_last_step_that_is_timed_only_moments_are(monkeypatch):
+    """Ops have been timed by then, and the two events around each would be part of the times between moments."""
+    ran, timed = Counter(), Counter()
+    runs, stops = Recorder._record, OpTimes.took_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuDevice, "clock", lambda _: Slow())
+        patch.setattr(Recorder, "_record", lambda *call: (ran.update([step()]), runs(*call))[1])
+        patch.setattr(OpTimes, "took_ns", lambda *call: (timed.update([step()]), stops(*call))[1])
+        policy = delta.load_policy("delta", {"filter.min_bytes": 0})
+        with delta.evict(activations="50%", policy=policy, device="cpu") as run:
+            assert run._core is not None
+            learner = run._core.engine.learner
+
+            def step() -> int:
+                return learner.profiles[0].refined if learner.profiles else -1
+
+            train(CASES["gpt"], 1 + REFINEMENTS)
+    assert timed[-1] and timed[0] and not timed[1]
+    assert ran[1] == ran[0] > 0
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")

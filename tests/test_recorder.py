@@ -103,6 +103,17 @@ def test_times_that_the_device_tells_later_reach_their_ops(core):
     assert [op.cost_ns for op in core.engine.ledger.ops.values()] == [1000, 2000]
 
 
+def test_an_op_whose_time_is_known_is_not_timed(core, monkeypatch):
+    x, started = torch.randn(4, 6), []
+    monkeypatch.setattr(core.op_times.clock, "start", lambda: started.append(1) or time.perf_counter_ns())
+    core.engine.learner._costs = iter([(torch.ops.aten.sin.default, 1234)])
+    with Recorder(core):
+        _made = x.sin()
+        assert (last(core).cost_ns, started) == (1234, [])
+        _also = x.cos()
+        assert last(core).cost_ns < 10**12 and started == [1]
+
+
 def test_under_a_routine_a_call_is_recorded_or_passes(core):
     """What a recorded one reads gets its record by that, large or small: it is what has had one in other steps."""
 
