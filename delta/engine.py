@@ -187,6 +187,12 @@ class Engine:
     def _net_ns(self, now_ns: int) -> int:
         return now_ns - self._lost_ns
 
+    @property
+    def settles(self) -> bool:
+        """Whether the step that has ended is the first or second that went by its routine: what earlier ones swapped
+        may have been far more."""
+        return 0 < self.learner.steps_alike <= 2
+
     # -- what the device has in use, under a budget on it -----------------------------------------------------------
     def looked(self, now_bytes: int, peak_bytes: int) -> None:
         """Before an event: the device has `now_bytes` in use, and had up to `peak_bytes` since the last look."""

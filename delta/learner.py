@@ -122,6 +122,12 @@ class Learner:
         return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)
 
     @property
+    def steps_alike(self) -> int:
+        """How many steps have gone by the routine of the kind that ended last."""
+        routine = self._before.routine if self._before is not None else None
+        return routine.followed if routine is not None else 0
+
+    @property
     def wants_recorder(self) -> bool:
         """Whether the next step should be recorded: unless every kind of step fits.
 

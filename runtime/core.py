@@ -464,6 +464,8 @@ class Core(Entrance):
         self.attached.step_ended()
         self.kept.step_ended()
         self.noted.step_ended()
+        if self.engine.settles:
+            self.device.trim_host()
         self.timeline.flush()
 
     def sample(self) -> None:

@@ -2,7 +2,7 @@
 
 PyTorch's pinned allocator rounds every block up to a power of two and never gives it back (1.78 times the bytes,
 measured on 2.13; pytorch #150517). Here a few large slabs are pinned once and cut up exactly; pinning is slow (about
-3 ms a call), so an empty slab is kept until `PinnedPool.trim` or `PinnedPool.close`.
+3 ms a call), so an empty slab is kept until `PinnedPool.trim`, `PinnedPool.trim_idle` or `PinnedPool.close`.
 
 Not covered: how memory is pinned. The pool is given a function for that, see `delta.runtime.pinned`; with plain
 memory it runs anywhere.
@@ -10,7 +10,7 @@ memory it runs anywhere.
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,7 @@ class Slab:
     memory: torch.Tensor
     release: Callable[[], None]
     room: ExtentAllocator = field(init=False)
+    idle: bool = False  # nothing was taken from it since `PinnedPool.trim_idle` was called last
 
     def __post_init__(self) -> None:
         self.room = ExtentAllocator(ALIGNMENT_BYTES, self.memory.numel())
@@ -83,6 +84,7 @@ class PinnedPool:
                 raise SwapError("the pinned pool is closed: the session it belonged to has given its host room back")
             for slab in self._slabs:
                 if (extent := slab.room.allocate(nbytes)) is not None:
+                    slab.idle = False
                     return _piece(slab, extent, nbytes)
             slab = self._new_slab(nbytes)
             extent = slab.room.allocate(nbytes)
@@ -98,7 +100,15 @@ class PinnedPool:
     def trim(self) -> int:
         """Unpin slabs that hold nothing. Returns their bytes."""
         with self._lock:
-            return self._drop_empty()
+            return self._drop([slab for slab in self._slabs if not slab.room.used_bytes])
+
+    def trim_idle(self) -> int:
+        """Unpin slabs that hold nothing and of which nothing was taken since the last time. Returns their bytes."""
+        with self._lock:
+            freed_bytes = self._drop([slab for slab in self._slabs if slab.idle and not slab.room.used_bytes])
+            for slab in self._slabs:
+                slab.idle = True
+            return freed_bytes
 
     def close(self) -> None:
         """Unpin everything, pieces that are out included. Idempotent."""
@@ -111,7 +121,8 @@ class PinnedPool:
     def _new_slab(self, nbytes: int) -> Slab:
         wanted = round_up(max(nbytes, 1), PAGE_BYTES)
         if self.slab_bytes + wanted > self.limit_bytes:
-            self._drop_empty()  # slabs of the wrong size would keep the limit from being used
+            # Slabs of the wrong size would keep the limit from being used.
+            self._drop([slab for slab in self._slabs if not slab.room.used_bytes])
         left = self.limit_bytes - self.slab_bytes
         if wanted > left:
             raise HostFullError(
@@ -129,12 +140,11 @@ class PinnedPool:
         self._slabs.append(slab)
         return slab
 
-    def _drop_empty(self) -> int:
-        empty = [slab for slab in self._slabs if slab.room.used_bytes == 0]
-        self._slabs = [slab for slab in self._slabs if slab.room.used_bytes]
-        for slab in empty:
+    def _drop(self, slabs: Sequence[Slab]) -> int:
+        self._slabs = [slab for slab in self._slabs if slab not in slabs]
+        for slab in slabs:
             slab.release()
-        return sum(slab.nbytes for slab in empty)
+        return sum(slab.nbytes for slab in slabs)
 
 
 _pools: "weakref.WeakSet[PinnedPool]" = weakref.WeakSet()

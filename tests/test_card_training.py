@@ -17,6 +17,7 @@ from delta.planner.assemble import plan_of
 from delta.planner.steplog import StepGraph
 from delta.runtime import session
 from delta.runtime.device.cuda import CudaDevice
+from delta.runtime.host import SLAB_BYTES
 from delta.runtime.monitor import maps_memory
 from delta.types import Action
 
@@ -71,6 +72,23 @@ def test_a_training_on_a_card_gives_the_same_bits(card, case, policy, share):
     assert card.slabs == 0
     replayed = [op for profile in run._core.engine.learner.profiles for op in profile.graph.ops]
     assert all(op.cost_ns >= run._core.device.replay_ns > 0 for op in replayed)
+
+
+def test_pinned_memory_that_only_early_steps_needed_is_given_back(card):
+    """As when a first plan swaps many times as much as those that follow."""
+    pinned: list[int] = []
+    with delta.evict(
+        activations="40%", policy=delta.load_policy("swap", {"filter.min_bytes": 0}), device="cuda"
+    ) as run:
+        assert run._core is not None
+        pool, trim = run._core.device._pool, run._core.device.trim_host
+        run._core.device.trim_host = lambda: (trim(), pinned.append(card.slabs))
+        early = [pool.take(SLAB_BYTES) for _ in range(3)]
+        for piece in early:
+            pool.give_back(piece)
+        train(CASES["gpt"], 8)
+    assert pinned == [3, 1]
+    assert run.report().swapped_out_bytes
 
 
 class LateEvent(SimulatedEvent):

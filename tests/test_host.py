@@ -102,6 +102,19 @@ def test_trim_gives_back_what_is_empty(pool: PinnedPool, memory: Memory) -> None
     assert kept.memory.numel() == SLAB
 
 
+def test_what_is_idle_goes_after_nothing_was_taken_from_it_for_a_while(pool: PinnedPool, memory: Memory) -> None:
+    for piece in [pool.take(SLAB) for _ in range(3)]:
+        pool.give_back(piece)
+    assert pool.trim_idle() == 0, "each has been of use since there is one"
+    kept = pool.take(SLAB)
+    pool.give_back(pool.take(SLAB))
+    assert pool.trim_idle() == SLAB
+    assert memory.sizes == [SLAB, SLAB]
+    assert (pool.trim_idle(), kept.memory.numel()) == (SLAB, SLAB), "a piece of the other one is out"
+    pool.give_back(kept)
+    assert pool.trim_idle() == SLAB
+
+
 def test_memory_that_cannot_be_pinned_is_a_full_host() -> None:
     pool = PinnedPool(Memory(most_bytes=SLAB), limit_bytes=4 * SLAB, slab_bytes=SLAB)
     pool.take(SLAB)

@@ -234,6 +234,10 @@ class Device(Protocol):
         """Give freed memory back to the system: freed heap pages (cpu), the allocator's cache, empty slabs (cuda)."""
         ...
 
+    def trim_host(self) -> None:
+        """Give back pinned memory that nothing was put into since the last time this was called (cuda)."""
+        ...
+
     def cap(self, budget_bytes: int | None) -> None:
         """Tell the device which budget holds (None: none). cuda: see `enforce`; cpu: released pages return at once."""
         ...

@@ -165,6 +165,9 @@ class ChaosDevice:
     def trim(self) -> None:
         self._let_some_end()
 
+    def trim_host(self) -> None:
+        """Nothing is pinned."""
+
     def cap(self, budget_bytes: int | None) -> None:
         """Nothing to cap: resident bytes are the session's own affair here."""
 

@@ -166,6 +166,9 @@ class CpuDevice:
             beside_bytes = self._meter.read_bytes() - given_out
             self._beside_heap_bytes = max(self._beside_heap_bytes or 0, beside_bytes)
 
+    def trim_host(self) -> None:
+        """Nothing is pinned: what leaves the device goes to the disk."""
+
     def cap(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
         if budget_bytes is not None:

@@ -246,6 +246,10 @@ class CudaDevice:
         self._pool.trim()
         self._card.empty_cache()
 
+    def trim_host(self) -> None:
+        self._reap()
+        self._pool.trim_idle()
+
     def cap(self, budget_bytes: int | None) -> None:
         if budget_bytes is not None and not self._card.counts():
             raise BudgetError(
