@@ -1,6 +1,7 @@
 """The planner: step graphs, forecasts position by position, and plans, all by hand. Units: bytes, ns."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 from builders import a_log, an_op
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from delta.config import PlannerConfig
 from delta.planner import BESIDE, PLANNERS, StepGraph, Task, forecast, plan_step
-from delta.planner.prices import Prices
+from delta.planner.prices import GROUPS, Prices
 from delta.planner.steplog import build_graph
 from delta.types import Action, Kind, Link
 
@@ -278,6 +279,58 @@ def test_forced_actions_are_respected():
     slow = Link(1e6, 1e6)
     assert plan(graph, 500, link=slow).actions[0] is RECOMPUTE
     assert plan(graph, 500, forced={0: SWAP}, link=slow).actions[0] is not RECOMPUTE
+
+
+def test_what_is_swapped_is_what_there_is_time_to_copy_back():
+    """Ten alike, and a copy takes as long as from one need to the next. The one needed first cannot be back in time."""
+    ops = [an_op(100 + record, [], [record], replayable=False) for record in range(10)]
+    saves = [(record, 1000 * record, record + 1) for record in range(10)]
+    needs = [(order, 20_000 + 100 * (9 - order)) for order in reversed(range(10))]
+    log = a_log(ops, dict.fromkeys(range(10), 100), saves, needs, [(v, 10 - v) for v in range(10)], 30_000)
+    graph, link = build_graph(log, 0), Link(1e9, 1e9)
+    made = plan(graph, 800, (KEEP, SWAP), link=link)
+    assert (made.actions.count(SWAP), made.actions[9], made.peak_bytes) == (2, KEEP, 800)
+    assert forecast(graph, made.actions, link).late_ns == 0
+    assert forecast(graph, [*[KEEP] * 8, SWAP, SWAP], link).late_ns == 100
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 300), st.booleans()), min_size=1, max_size=200))
+def test_prices_of_swaps_add_up_to_what_the_forecast_says_is_late(each):
+    """Sizes, times from one need to the next, and what is swapped. Where needs are taken together, they say more."""
+    count, link = len(each), Link(1e9, 1e9)
+    at_ns = list(accumulate((gap_ns for _, gap_ns, _ in each), initial=10**6))
+    sizes = {record: nbytes for record, (nbytes, _, _) in enumerate(each)}
+    needs = [(count - 1 - position, at_ns[position]) for position in range(count)]
+    log = a_log([], sizes, [(v, v, 0) for v in range(count)], needs, [(v, count - v) for v in range(count)], 10**7)
+    graph, actions = build_graph(log, 0), [KEEP] * count
+    prices, told_ns = Prices(graph, link, (KEEP, SWAP), {}, actions), 0
+    for v in (v for v in range(count) if each[v][2]):
+        option = prices[v]
+        told_ns += round(option.per_byte * option.nbytes)
+        actions[v] = SWAP
+        prices.taken(option)
+    late_ns = forecast(graph, actions, link).late_ns
+    assert told_ns == late_ns if count < GROUPS else told_ns >= late_ns
+
+
+def read_by_replays() -> StepGraph:
+    """x, which nothing makes again, c in 50 ns, and b1 to b3, each made of x in 1 ns; needed in reverse."""
+    ops = [an_op(101, [9], [1], cost_ns=50), *(an_op(102 + i, [0], [2 + i]) for i in range(3))]
+    sizes = dict.fromkeys(range(5), 100) | {9: 0}
+    saves = [(record, 10 * record, min(record, 4)) for record in range(5)]
+    needs = [(order, 1000 + 10 * (4 - order)) for order in reversed(range(5))]
+    log = a_log(ops, sizes, saves, needs, [(v, 5 - v) for v in range(5)], 2000, {9: Kind.PARAMETER})
+    return build_graph(log, 0)
+
+
+def test_where_replays_would_wait_for_copies_nothing_is_swapped():
+    """The price of swapping x is nothing, since it is needed last; but what b2 is made of is needed second."""
+    graph, link = read_by_replays(), Link(1e9, 1e9)
+    made = plan(graph, 250, link=link)
+    assert made.actions == (KEEP, RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP)
+    assert forecast(graph, made.actions, link).cost_ns == 52
+    assert plan(graph, 250, link=Link(1e11, 1e11)).actions[0] is SWAP, "a fast link is in time"
 
 
 def one_large_and_ten_small() -> StepGraph:

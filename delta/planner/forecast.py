@@ -40,6 +40,7 @@ class Forecast:
     stall_ns: int
     swap_bytes: int
     encode_ns: int = 0  # encoding and decoding
+    late_ns: int = 0  # of the stall: copies back that there is no time for
 
     @property
     def cost_ns(self) -> int:
@@ -132,6 +133,7 @@ class Forecaster:
             stall_ns,
             swap_bytes,
             walk.encode_ns,
+            late_ns,
         )
 
     def _forward(self, actions: Sequence[Action], out_done_ns: Mapping[int, int]) -> list[int]:

@@ -7,6 +7,8 @@ the compute time its copies take plus what the link cannot hide; that of encodin
 and frees only what the encoded form does not take; a stand-in adds its chain too where a replay reads it. When it fits,
 evictions that turn out not to be needed are taken back, dearest first.
 
+Where copies back come late in the end, another plan is made without swaps, and the better one is taken.
+
 Costs are kept in `Prices` and looked at again only where something changed, and a forecast is made only when a whole
 excess has been chosen for, so the time grows with the storages and not with their square.
 
@@ -50,7 +52,17 @@ def plan_step(
     are actions to begin with and to take none of back. The plan may be over the limit where nothing more can be
     evicted; `peak_bytes` tells.
     """
-    return _Greedy(graph, limit_bytes, link, tuple(allowed), forced or {}, begun).plan()
+    greedy = _Greedy(graph, limit_bytes, link, tuple(allowed), forced or {}, begun)
+    greedy.run()
+    if greedy.now.late_ns:
+        # Prices know when backward needs a copy, and not when a replay does, which may be long before.
+        without = tuple(action for action in allowed if action is not Action.SWAP)
+        other = _Greedy(graph, limit_bytes, link, without, forced or {}, begun)
+        other.run()
+        fits = greedy.now.peak_bytes <= limit_bytes
+        if other.now.peak_bytes <= limit_bytes and (not fits or other.now.cost_ns < greedy.now.cost_ns):
+            greedy = other
+    return as_forecast(graph, greedy.actions, greedy.now)
 
 
 class _Greedy:
@@ -76,7 +88,8 @@ class _Greedy:
         self.prices = Prices(self.graph, self.link, self.allowed, self.forced, self.actions)
         self.now: Forecast = self.forecaster.forecast(self.actions)
 
-    def plan(self) -> Plan:
+    def run(self) -> None:
+        """Choose `actions`, of which `now` is the forecast."""
         self._fit()
         if self.now.peak_bytes > self.limit and self.cut:  # it may go without cutting as long as there are other ways
             cut = self.actions, self.now
@@ -85,7 +98,6 @@ class _Greedy:
             if cut[1].peak_bytes <= self.now.peak_bytes:
                 self.actions, self.now = cut
         self._take_back()
-        return as_forecast(self.graph, self.actions, self.now)
 
     def _fit(self) -> None:
         for _ in range(ROUNDS):

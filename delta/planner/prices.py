@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from delta.planner.steplog import StepGraph
 from delta.types import Action, Link, leaves_recipe_only
+
+# Groups of needs, for which it is reckoned how far copies back are behind.
+GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,10 @@ class Prices:
                 self._users[node].append(number)
         self.replayed: set[int] = set()
         self._fixed: dict[int, Option | None] = {}  # the best way but for swaps, whose cost the link's load moves
-        self._forward_ns = graph.need_ns[0] if graph.need_ns else 0
-        self._backward_ns = graph.end_ns - self._forward_ns
-        self._swapped_bytes = 0
+        self._swapped = _Swapped(graph, link)
         for v, action in enumerate(actions):
             if action is Action.SWAP:
-                self._swapped_bytes += graph.nodes[graph.saved[v]].nbytes
+                self._swapped.add(v)
             else:
                 self.replayed.update(self._adds(v, action) or ())
 
@@ -64,13 +66,13 @@ class Prices:
         if not self._swaps or self._forced.get(v, Action.SWAP) is not Action.SWAP or not self._may_go(v):
             return best
         nbytes = self._graph.nodes[self._graph.saved[v]].nbytes
-        per_byte = self._swap_ns(nbytes) / nbytes
+        per_byte = self._swapped.added_ns(v) / nbytes
         return Option(v, Action.SWAP, nbytes, per_byte) if best is None or per_byte < best.per_byte else best
 
     def taken(self, option: Option) -> list[int]:
         """The caller has done this. Returns the save orders of what may be cheaper now."""
         if option.action is Action.SWAP:
-            self._swapped_bytes += option.nbytes
+            self._swapped.add(option.order)
         if not self._drops(option.order, option.action):
             return []
         added = self._adds(option.order, option.action) or []
@@ -114,14 +116,6 @@ class Prices:
         if action is Action.RECOMPUTE or added is None:
             return added
         return added if any(user in self.replayed for user in self._users[self._graph.saved[v]]) else []
-
-    def _swap_ns(self, nbytes: int) -> float:
-        """Compute time its copies take, and what does not fit beside forward (out) or backward (in) any more."""
-        link, swapped = self._link, self._swapped_bytes + nbytes
-        out_ns, in_ns = link.out_ns(nbytes), link.in_ns(nbytes)
-        over_out = min(out_ns, max(0, link.out_ns(swapped) - self._forward_ns))
-        over_in = min(in_ns, max(0, link.in_ns(swapped) - self._backward_ns))
-        return link.taken_ns(out_ns + in_ns, 2) + over_out + over_in
 
     def _added(self, v: int) -> list[int] | None:
         """Ops that dropping `v` adds to the replays. None where its chain cannot be replayed."""
@@ -167,3 +161,41 @@ class Prices:
                         seen.add(made)
                         todo.append(made)
         return list(found)
+
+
+class _Swapped:
+    """What is swapped so far, and what more of it would have compute wait for.
+
+    A copy back has all of backward up to the first need, and shares it with those that are needed before: compute waits
+    for as long as what is needed by some time takes longer than there is until then. Needs are taken together, as if
+    all of a group came with its first one.
+    """
+
+    def __init__(self, graph: StepGraph, link: Link) -> None:
+        self._graph, self._link, self._bytes = graph, link, 0
+        self._forward_ns = graph.need_ns[0] if graph.need_ns else 0
+        self._group = 1 + len(graph.need_ns) // GROUPS
+        self._late_ns = [self._forward_ns - at_ns for at_ns in graph.need_ns[:: self._group]]  # copies up to each group
+        self._worst_ns: list[int] = []  # of a group and those after it; empty: to be reckoned again
+
+    def add(self, v: int) -> None:
+        nbytes = self._graph.nodes[self._graph.saved[v]].nbytes
+        self._bytes += nbytes
+        in_ns, late_ns = self._link.in_ns(nbytes), self._late_ns
+        for group in range(self._graph.first_need[v] // self._group, len(late_ns)):
+            late_ns[group] += in_ns
+        self._worst_ns = []
+
+    def added_ns(self, v: int) -> float:
+        """Compute time its copies take, and what does not fit beside forward (out) or before its need (in) any more."""
+        link, nbytes = self._link, self._graph.nodes[self._graph.saved[v]].nbytes
+        out_ns, in_ns = link.out_ns(nbytes), link.in_ns(nbytes)
+        over_out = min(out_ns, max(0, link.out_ns(self._bytes + nbytes) - self._forward_ns))
+        return link.taken_ns(out_ns + in_ns, 2) + over_out + self._over_in_ns(self._graph.first_need[v], in_ns)
+
+    def _over_in_ns(self, need: int, in_ns: int) -> int:
+        if need == len(self._graph.needs):
+            return 0
+        if not self._worst_ns:
+            self._worst_ns = list(accumulate(reversed(self._late_ns), max))[::-1]
+        return max(0, self._worst_ns[need // self._group] + in_ns - max(0, self._worst_ns[0]))
