@@ -252,6 +252,8 @@ def test_doctor_tells_that_there_is_no_directory_for_temporary_files(monkeypatch
 class FakeRun:
     """Stands for what `delta.evict` returns."""
 
+    traces = ()
+
     def __init__(self, **arguments: Any) -> None:
         self.arguments, self.open = arguments, False
 
