@@ -58,6 +58,10 @@ def test_text_of_a_run_without_a_step() -> None:
     assert "  budget              none" in lines
 
 
+def test_text_before_the_block_is_entered() -> None:
+    assert str(Report(policy="keep", device="")).splitlines()[0] == "policy keep, not entered yet"
+
+
 def test_dict_has_every_field_and_is_json() -> None:
     values = REPORT.as_dict()
     assert list(values) == [field.name for field in dataclasses.fields(Report)]
