@@ -141,7 +141,11 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatc
         (b"step,ns\n1,2\n", "line 1: not JSON"),
         (b"\x89PNG\r\n\x1a\n\xff\xfe", "line 1: not JSON"),
         (b"[1, 2]\n", "line 1: b'[1, 2]\\n' is not a JSON object"),
-        (b'{"delta_timeline": 1}\n', "line 1: neither a trace of Delta, whose first line has 'delta_trace', nor a log"),
+        (
+            b'{"delta_timelines": 1}\n',
+            "line 1: neither a trace of Delta, whose first line has 'delta_trace', nor a",
+        ),
+        (b'{"delta_timeline": 1}\n', "line 1: this is a timeline, for `deltactl timeline`; `deltactl trace` records a"),
         (b"[" * 100_000, "line 1: not JSON"),
     ],
 )
@@ -151,7 +155,7 @@ def test_other_files_are_refused(file: Path, content: bytes, said: str) -> None:
 
 
 def test_places_that_are_no_files_are_refused(tmp_path: Path) -> None:
-    assert "cannot be read after line 0: No such file" in refused(tmp_path / "none")
+    assert "cannot be read: No such file" in refused(tmp_path / "none")
     assert "Is a directory" in refused(tmp_path)
 
 
