@@ -137,6 +137,8 @@ class _Reader:
             raise self.refused("a size must be finite")
         if number < 0:
             raise self.refused("a size cannot be negative")
+        if self.shares and (0 < number < 1 or (number == 1 and isinstance(number, float))):
+            raise self.refused(f'a share is written with its sign, "{float(number) * 100:.10g}%"')
         if number > _MAX_BYTES:
             raise self.refused("a size must be at most 8 EiB")
         if number != int(number):

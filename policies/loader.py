@@ -132,7 +132,8 @@ def parse_value(text: str, what: str) -> object:
 def _problem(error: Exception) -> str:
     """What is wrong, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:
-        return error.problem + (": YAML is indented with spaces" if r"'\t'" in error.problem else "")
+        begun = f"{error.context}, " if error.context and error.problem.startswith("but ") else ""
+        return begun + error.problem + (": YAML is indented with spaces" if r"'\t'" in error.problem else "")
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 

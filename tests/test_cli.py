@@ -56,7 +56,8 @@ def test_light_commands_do_not_import_torch() -> None:
 def test_policies_lists_name_summary_and_source(arguments: list[str]) -> None:
     lines = deltactl(*arguments).output.splitlines()
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == delta.policies()
-    assert f"keep         {delta.load_policy('keep').summary}" in lines
+    assert f"keep               {delta.load_policy('keep').summary}" in lines
+    assert f"optimal-checkpoint {delta.load_policy('optimal-checkpoint').summary}" in lines
     assert any(line.startswith(" ") and "DELTA: Memory-Efficient" in line for line in lines)
 
 

@@ -218,6 +218,7 @@ def test_neither_name_nor_path(given):
         ("name: x\nfilter: {score: lru, score: lru}\n", ", line 2: the key 'score' is given twice"),
         ("name: x\n? [a, b]\n: 3\n", ", line 2: a key must be a word."),
         ("name: !!python/object:os.system x\n", ", line 1: could not determine a constructor"),
+        ("name: x\n---\nname: y\n", ", line 2: expected a single document in the stream, but found another document."),
         ("name: x\n3: y\n", ": 3='y': unknown key. Allowed: name, summary, "),
         ("name: x\nfilter: {yes: 1}\n", ": filter.True=1: unknown key. "),
         ("{}", ": name: this key is missing, and has no default."),
