@@ -14,6 +14,12 @@ _LEGEND = (
 )
 
 
+_NOTHING_SAVED = (
+    "  nothing was saved for backward: forward has to run inside of the block, in its thread, on its device, with\n"
+    "  gradients on"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Figures of a run so far. Bytes and nanoseconds are sums over all steps; a peak is the largest of any step.
@@ -54,9 +60,11 @@ class Report:
 
     def __str__(self) -> str:
         table = aligned([(f"  {name}", value) for name, value in self._rows()])
-        warnings = [f"  warning: {text}" for text in self.warnings]
+        notes = [f"  warning: {text}" for text in self.warnings]
+        if self.device and not self.unevicted_peak_activation_bytes:
+            notes.append(_NOTHING_SAVED)
         where = f" on {self.device}" if self.device else ", not entered yet"
-        return "\n".join([f"policy {self.policy}{where}", table, *warnings, *_LEGEND])
+        return "\n".join([f"policy {self.policy}{where}", table, *notes, *_LEGEND])
 
     def _rows(self) -> list[tuple[str, str]]:
         return [

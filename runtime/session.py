@@ -153,7 +153,8 @@ class evict(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stack, self._stack = self._stack, None
-        assert stack is not None
+        if stack is None:
+            raise DeltaError("this block of delta.evict is not open: it was not entered, or has been left already")
         elsewhere = self._hooks.all_elsewhere if self._hooks is not None else None
         if isinstance(error, torch.OutOfMemoryError) and self._core is not None:
             _tell_what_was_held(error, self._core, beside=self._activations is None)
@@ -200,7 +201,7 @@ class evict(ContextDecorator):
         return tuple(self._taken.files)
 
     def report(self) -> Report:
-        """What the run did so far, or in all once the block has ended."""
+        """What the run did so far, or in all once the block has ended. Of a block entered again: since then."""
         core = self._core
         if core is None:
             return Report(policy=self.policy.name, device=str(self._device_name or ""))

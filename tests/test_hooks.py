@@ -395,6 +395,15 @@ def test_a_block_is_refused_inside_itself():
         pytest.fail("entered")
 
 
+def test_a_block_is_left_once():
+    run = block()
+    for _ in range(2):
+        with pytest.raises(delta.DeltaError, match=r"this block .* is not open"):
+            run.__exit__(None, None, None)
+        with run:
+            pass
+
+
 def test_one_object_may_be_entered_again():
     run = block()
     for _ in range(2):

@@ -56,6 +56,8 @@ def test_text_of_a_run_without_a_step() -> None:
     lines = str(Report(policy="keep", device="cpu")).splitlines()
     assert "  peak activations    0 B" in lines
     assert "  budget              none" in lines
+    assert any(line.startswith("  nothing was saved for backward: forward has to run inside") for line in lines)
+    assert "nothing was saved" not in str(REPORT)
 
 
 def test_text_before_the_block_is_entered() -> None:
