@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -311,13 +311,19 @@ def test_summary_has_the_peaks(trace: Trace) -> None:
 def test_recorded_steps_are_numbered_from_the_second_on() -> None:
     recording = Recording(Path("out/step.jsonl.gz"), steps=3)
     assert [str(recording.file(n)) for n in range(3)] == [f"out/step{n}.jsonl.gz" for n in ("", "-2", "-3")]
-    assert Recording(Path("step")).file(1) == Path("step-2")
+    assert Recording(Path("step")).file(1) == Recording("step").file(1) == Path("step-2")
+    assert replace(Recording("a", skip=1, steps=2), path="b") == Recording("b", 1, 2)
 
 
-@pytest.mark.parametrize(("skip", "steps"), [(-1, 1), (0, 0)])
-def test_numbers_of_steps_that_make_no_sense_are_refused(skip: int, steps: int) -> None:
-    with pytest.raises(TraceError, match=f"skip={skip}, steps={steps}"):
+@pytest.mark.parametrize(("skip", "steps"), [(-1, 1), (0, 0), (0, 1.5), ("1", 1)])
+def test_numbers_of_steps_that_make_no_sense_are_refused(skip: Any, steps: Any) -> None:
+    with pytest.raises(TraceError, match=re.escape(f"skip={skip!r}, steps={steps!r}: skip none")):
         Recording(Path("t"), skip, steps)
+
+
+def test_a_recording_goes_to_a_file() -> None:
+    with pytest.raises(TraceError, match="path=3: give the path of a file"):
+        Recording(cast(Any, 3))
 
 
 def test_a_new_field_makes_a_new_version(tmp_path: Path) -> None:
