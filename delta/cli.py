@@ -278,10 +278,12 @@ def list_policies() -> None:
     """Name, summary and source of each shipped policy."""
     from delta.policies.loader import load, names
 
+    width = max(map(len, names()))
+    indent = " " * (width + 1)
     for policy in map(load, names()):
-        typer.echo(f"{policy.name:<12} {policy.summary}")
+        typer.echo(f"{policy.name:<{width}} {policy.summary}")
         if policy.source:
-            typer.echo(fill(policy.source, width=100, initial_indent=" " * 13, subsequent_indent=" " * 13))
+            typer.echo(fill(policy.source, width=width + 88, initial_indent=indent, subsequent_indent=indent))
 
 
 @policies_app.command("show")

@@ -3,15 +3,14 @@
 The models say which keys there are, what they may hold and what they default to; the defaults are those of the policy
 ``delta`` (``policies/delta.yaml``), and a test keeps the two equal. Sizes are read by `delta.units` here, once.
 
-Reading files, overrides and readable errors are in `delta.policies.loader`. What the keys *do* is in the parts they
-configure.
+Files and overrides are read by `delta.policies.loader`; errors in words of the keys are made by `delta.mistakes`. What
+the keys *do* is in the parts they configure.
 """
 
 import os
 from collections.abc import Callable
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,22 +19,23 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 
 from delta.errors import PolicyError
+from delta.mistakes import did_you_mean, mistakes
 from delta.parts import SHIPPED_PLANNERS, SHIPPED_SCORES, planner_names, score_names
 from delta.types import Action, Cost, Leftover
-from delta.units import Bytes, Share, parse_bytes, parse_size
+from delta.units import Bytes, Share, parse_bytes, parse_share, parse_size
 
 
 def _among(names: Callable[[], tuple[str, ...]], what: str) -> Callable[[str], str]:
     def check(given: str) -> str:
         if given not in names():
-            close = get_close_matches(given, names(), n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(given, names())
             raise ValueError(f"no {what} {given!r} is registered.{hint} Give one of {', '.join(names())}")
         return given
 
@@ -72,10 +72,7 @@ def _read_size(value: Any, info: ValidationInfo) -> Bytes | Share:
 
 
 def _read_share(value: Any, info: ValidationInfo) -> Share:
-    size = parse_size(value, what=str(info.field_name), error=PolicyError)
-    if not isinstance(size, Share):
-        raise PolicyError(f"{info.field_name}={value!r}: must be {_SHARE_TEXT}")
-    return size
+    return parse_share(value, what=str(info.field_name), error=PolicyError)
 
 
 def _read_window(value: Any, info: ValidationInfo) -> Any:
@@ -134,6 +131,11 @@ class _Model(BaseModel):
     """Frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise PolicyError(
+            f"{name}={value!r}: a policy cannot be changed. Make another: delta.load_policy(name, overrides={{...}})."
+        )
 
 
 class FilterConfig(_Model):
@@ -297,6 +299,16 @@ class Policy(_Model):
     host: HostConfig = HostConfig()
     budget: BudgetConfig = BudgetConfig()
     rules: tuple[Rule, ...] = Field(default=(), description="exceptions, the first one that matches counts")
+
+    def __init__(self, /, **values: Any) -> None:
+        """Of the keys and sections of a policy file: ``Policy(name="mine", filter={"score": "lru"})``.
+
+        Raises PolicyError, with a line for each mistake.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise PolicyError("\n".join(mistakes(error, Policy))) from None
 
     @model_validator(mode="after")
     def _pairs_make_sense(self) -> Self:

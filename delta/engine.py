@@ -359,8 +359,9 @@ class Engine:
         return self._room.make(nbytes, now_ns)
 
     def raise_failed(self) -> None:
-        """With `strict: true`, raise what a budget that cannot be held has come to since the last time. To be called
-        where the program can be told, when all that the engine asked for has been done."""
+        """Raise what has come since the last time of a budget that cannot be held, with `strict: true`, or of a planner
+        of the program's own. To be called where the program can be told, when all that the engine asked for has been
+        done."""
         failed, self.totals.failed = self.totals.failed, None
         if failed is not None:
             self._stopped = self.learner.in_step
@@ -594,6 +595,8 @@ class Engine:
             )
         else:
             self.learner.abandon()
+        if self.planning.failed is not None:
+            self.totals.failed, self.planning.failed = self.planning.failed, None
         if self._headroom is not None:
             self.budget.step_used(self._headroom.peak_bytes)
             self._headroom.new_step()

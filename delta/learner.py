@@ -29,7 +29,7 @@ NOTHING = Beside()
 NO_STRAYS: Mapping[int, Action] = {}
 NOBODY_S = -1  # in place of the record of what nobody was told of
 
-MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan]
+MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
 HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
 Amend = Callable[[Plan, StepGraph, Mapping[int, Action]], Plan | None]
 

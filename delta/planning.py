@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from delta.budget import Budget
 from delta.config import Policy
+from delta.errors import PolicyError
 from delta.learner import Learner
+from delta.parts import SHIPPED_PLANNERS
 from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.planner.assemble import plan_of
 from delta.planner.choices import obeyed_rules
@@ -36,6 +38,7 @@ class Planning:
         self._kind = policy.planner.kind
         self._open: list[_Open] = []  # the last one planned last
         self.made = 0
+        self.failed: Exception | None = None  # of a planner of the program's own, until the program can be told
 
     @property
     def by_position(self) -> bool:
@@ -47,8 +50,8 @@ class Planning:
         """Whether plans learn from copies back that came late."""
         return self._kind in FEEDBACK
 
-    def plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan:
-        """A plan for steps like `graph`, at once."""
+    def plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan | None:
+        """A plan for steps like `graph`, at once. None where a planner of the program's own has failed."""
         self.made += 1
         aim_bytes = limit_bytes
         if self.by_position and not graph.beside_saves:
@@ -65,9 +68,22 @@ class Planning:
         )
         if forced:
             task = replace(task, forced=obeyed_rules(task))
-        plan = PLANNERS[self._kind](task)
-        if self._kind in BESIDE and not self._announced and not plan.idle:
+        plan = self._ask(task)
+        if plan is not None and self._kind in BESIDE and not self._announced and not plan.idle:
             self._open = [*(other for other in self._open if other.task.graph is not graph), _Open(task, aim_bytes)]
+        return plan
+
+    def _ask(self, task: Task) -> Plan | None:
+        planner = PLANNERS[self._kind]
+        if self._kind in SHIPPED_PLANNERS:
+            return planner(task)
+        try:
+            plan: object = planner(task)
+            if not isinstance(plan, Plan):
+                raise PolicyError(f"planner {self._kind!r} answered {plan!r}: a planner makes a delta.planner.Plan.")
+        except Exception as error:
+            self.failed = error
+            return None
         return plan
 
     def amend(self, plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan | None:

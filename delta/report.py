@@ -14,13 +14,23 @@ _LEGEND = (
 )
 
 
+_NOTHING_SAVED = (
+    "  nothing was saved for backward: forward has to run inside of the block, in its thread, on its device, with\n"
+    "  gradients on"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Figures of a run so far. Bytes and nanoseconds are sums over all steps; a peak is the largest of any step.
 
-    ``budget_bytes`` is the limit that was held for activations or device, None when there was none (watch only).
-    ``modes`` and ``evictions`` count steps by mode and evictions by action. ``plans`` counts plans made, and plans
-    found again when a step began; ``longest_plan_ns`` is the longest that took.
+    ``device`` is empty where the block has not been entered and none was named. ``budget_bytes`` is the limit that was
+    held for activations or device, None when there was none (watch only). ``modes`` and ``evictions`` count steps by
+    mode and evictions by action. ``unevicted_peak_activation_bytes`` is what the peak would have been had nothing been
+    evicted, ``encoded_bytes_saved`` what encoded forms took less. ``stall_ns`` went into waiting for copies and
+    encoding, ``overhead_ns`` into Delta's own hooks and decisions, replays and stalls left out. ``oom_rescues`` counts
+    ops that found no device memory and ran once more after evictions. ``plans`` counts plans made, and plans found
+    again when a step began; ``longest_plan_ns`` is the longest that took. ``str()`` has all of it as a table.
     """
 
     policy: str
@@ -50,8 +60,11 @@ class Report:
 
     def __str__(self) -> str:
         table = aligned([(f"  {name}", value) for name, value in self._rows()])
-        warnings = [f"  warning: {text}" for text in self.warnings]
-        return "\n".join([f"policy {self.policy} on {self.device}", table, *warnings, *_LEGEND])
+        notes = [f"  warning: {text}" for text in self.warnings]
+        if self.device and not self.unevicted_peak_activation_bytes:
+            notes.append(_NOTHING_SAVED)
+        where = f" on {self.device}" if self.device else ", not entered yet"
+        return "\n".join([f"policy {self.policy}{where}", table, *notes, *_LEGEND])
 
     def _rows(self) -> list[tuple[str, str]]:
         return [

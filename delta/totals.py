@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from delta.errors import BudgetError
 from delta.types import Mode
 
 
@@ -22,7 +21,8 @@ class Totals:
     peak_bytes: int = 0
     unevicted_peak_bytes: int = 0
     warnings: list[str] = field(default_factory=list)
-    failed: BudgetError | None = None  # what `strict` makes of a budget that cannot be held, until it is raised
+    # What `strict` makes of a budget that cannot be held, or the error of a planner of one's own, until it is raised.
+    failed: Exception | None = None
     plans: dict[str, int] = field(default_factory=dict)
     longest_plan_ns: dict[str, int] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)

@@ -20,6 +20,7 @@ _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _FACTORS = _DECIMAL | _BINARY
 _NUMBER = re.compile(r"([+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z]*|%)")
 _MAX_BYTES = 2**63 - 1
+_SHARE_TEXT = 'a share such as "40%"'
 _UNITS_TEXT = "B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
 
 
@@ -67,20 +68,14 @@ def parse_size(
     of bytes, above 100 %, in an unknown unit, or not a number. Zero is a size: ``"0%"`` of the activations means evict
     all that can be.
     """
-    reader = _Reader(what, value, error, shares)
-    match value:
-        case Bytes():
-            return reader.whole_bytes(value.nbytes)
-        case Share():
-            return reader.share(value.fraction)
-        case bool():
-            raise reader.refused("a truth value is not a size")
-        case int() | float():
-            return reader.whole_bytes(value)
-        case str():
-            return reader.text(value)
-        case _:
-            raise reader.refused(f"a {type(value).__name__} is not a size")
+    return _Reader(what, value, error, shares=shares).read(value)
+
+
+def parse_share(value: str | Share, *, what: str, error: type[DeltaError] = BudgetError) -> Share:
+    """Read a share: ``"5%"``. Raises ``error``; sizes are not allowed."""
+    share = _Reader(what, value, error, sizes=False).read(value)
+    assert isinstance(share, Share)
+    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +85,37 @@ class _Reader:
     what: str
     given: object
     error: type[DeltaError]
-    shares: bool
+    sizes: bool = True
+    shares: bool = True
 
     def refused(self, why: str) -> DeltaError:
         """The error for this value: what was given, why not, what is allowed."""
-        share = ', or a share such as "40%"' if self.shares else ""
-        return self.error(
-            f"{self.what}={self.given!r}: {why}. "
-            f'Give a number of bytes such as 8_000_000_000, a size such as "8GiB"{share}; units: {_UNITS_TEXT}.'
-        )
+        return self.error(f"{self.what}={self.given!r}: {why}. Give {self.allowed()}.")
+
+    @property
+    def kind(self) -> str:
+        return "a size" if self.sizes else "a share"
+
+    def allowed(self) -> str:
+        if not self.sizes:
+            return _SHARE_TEXT
+        share = f", or {_SHARE_TEXT}" if self.shares else ""
+        return f'a number of bytes such as 8_000_000_000, a size such as "8GiB"{share}; units: {_UNITS_TEXT}'
+
+    def read(self, value: object) -> Bytes | Share:
+        match value:
+            case Bytes():
+                return self.whole_bytes(value.nbytes)
+            case Share():
+                return self.share(value.fraction)
+            case bool():
+                raise self.refused(f"a truth value is not {self.kind}")
+            case int() | float():
+                return self.whole_bytes(value)
+            case str():
+                return self.text(value)
+            case _:
+                raise self.refused(f"a {type(value).__name__} is not {self.kind}")
 
     def text(self, text: str) -> Bytes | Share:
         match = _NUMBER.fullmatch(text.strip())
@@ -114,10 +131,14 @@ class _Reader:
         return self.whole_bytes((number * factor).to_integral_value(ROUND_FLOOR) if factor > 1 else number)
 
     def whole_bytes(self, number: int | float | Decimal) -> Bytes:
+        if not self.sizes:
+            raise self.refused("this is not a share")
         if isinstance(number, float) and not math.isfinite(number):
             raise self.refused("a size must be finite")
         if number < 0:
             raise self.refused("a size cannot be negative")
+        if self.shares and (0 < number < 1 or (number == 1 and isinstance(number, float))):
+            raise self.refused(f'a share is written with its sign, "{float(number) * 100:.10g}%"')
         if number > _MAX_BYTES:
             raise self.refused("a size must be at most 8 EiB")
         if number != int(number):

@@ -1,4 +1,4 @@
-"""The policies: one YAML file each, the schema, and what loads them.
+"""The policies: one YAML file each, the schema, and what loads them. ``delta.policies()`` lists the shipped names.
 
 Imported as ``delta.policies`` only: ``delta/policies`` is a link to this directory.
 """

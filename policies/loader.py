@@ -4,17 +4,16 @@ Every failure is a `PolicyError` that names the file, the key, the value given a
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from delta.config import Policy
 from delta.errors import PolicyError
+from delta.mistakes import did_you_mean, keys_of
 
 DEFAULT = "delta"
 _SUFFIX = ".yaml"
@@ -36,26 +35,33 @@ def load(name_or_path: str | os.PathLike[str], overrides: Mapping[str, object] |
     ``overrides`` replaces single values after reading, by dotted key: ``{"filter.min_bytes": 0}``. Raises
     `PolicyError`.
     """
+    if not isinstance(overrides, Mapping | None):
+        raise PolicyError(
+            f'overrides={overrides!r}: give a dict of keys and values, such as {{"filter.min_bytes": 0}}.'
+        )
     where, text = _read(name_or_path)
     values = _parse(where, text)
     for key, value in (overrides or {}).items():
         _override(values, key, value)
     changed = f" with overrides {dict(overrides)}" if overrides else ""
     try:
-        return Policy.model_validate(values)
-    except ValidationError as error:
-        raise PolicyError(_explain(error, where + changed)) from None
+        return Policy(**values)
+    except PolicyError as error:
+        raise PolicyError("\n".join(f"{where}{changed}: {line}" for line in str(error).splitlines())) from None
 
 
 def _read(name_or_path: str | os.PathLike[str]) -> tuple[str, str]:
     """What to call the policy in messages, and its text."""
     if not isinstance(name_or_path, str | os.PathLike):
-        raise PolicyError(f"policy={name_or_path!r}: give a name ({', '.join(names())}) or a path to a YAML file.")
+        raise PolicyError(
+            f"policy={name_or_path!r}: give a name ({', '.join(names())}) or a path to a YAML file; delta.evict takes "
+            "a delta.Policy as well."
+        )
     given = os.fspath(name_or_path)
     if isinstance(name_or_path, str) and not _looks_like_path(given):
         if given not in names():
             raise PolicyError(
-                f"policy={given!r}: no policy of that name is shipped.{_did_you_mean(given, names())} "
+                f"policy={given!r}: no policy of that name is shipped.{did_you_mean(given, names())} "
                 f"Give one of {', '.join(names())}, or a path to a YAML file (with its .yaml or a directory)."
             )
         where, data = given + _SUFFIX, (files("delta.policies") / (given + _SUFFIX)).read_bytes()
@@ -81,7 +87,8 @@ def _read_file(path: Path) -> bytes:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML, but a key given twice in one mapping is an error: YAML itself lets the last one win in silence."""
+    """Plain YAML, but a key given twice in one mapping is an error (YAML itself lets the last one win in silence), and
+    one that YAML takes for a number or a truth value is the text that it is for a policy."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As the base class, after looking for duplicates."""
@@ -95,7 +102,7 @@ class _Loader(yaml.SafeLoader):
             if problem:
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
 
 def _parse(where: str, text: str) -> dict[str, Any]:
@@ -125,15 +132,18 @@ def parse_value(text: str, what: str) -> object:
 def _problem(error: Exception) -> str:
     """What is wrong, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem:
-        return error.problem
+        begun = f"{error.context}, " if error.context and error.problem.startswith("but ") else ""
+        return begun + error.problem + (": YAML is indented with spaces" if r"'\t'" in error.problem else "")
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _override(values: dict[str, Any], key: str, value: object) -> None:
     """Put ``value`` at the dotted ``key``; sections the file leaves out are made."""
-    allowed = list(_keys(Policy))
+    allowed = list(keys_of(Policy))
+    if inside := [name for name in allowed if name.startswith(f"{key}.")]:
+        raise PolicyError(f"override {key!r}: a section. Override single values of it: {', '.join(inside)}.")
     if key not in allowed:
-        raise PolicyError(f"override {key!r}: unknown key.{_did_you_mean(key, allowed)} Allowed: {', '.join(allowed)}.")
+        raise PolicyError(f"override {key!r}: unknown key.{did_you_mean(key, allowed)} Allowed: {', '.join(allowed)}.")
     *sections, last = str(key).split(".")
     for section in sections:
         inner = values.setdefault(section, {})
@@ -141,63 +151,3 @@ def _override(values: dict[str, Any], key: str, value: object) -> None:
             return  # the file has something else than a section there: validation says so, and better
         values = inner
     values[last] = value
-
-
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all values of a model: ``filter.score``, ``filter.min_bytes``, …"""
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _did_you_mean(given: object, allowed: list[str]) -> str:
-    close = get_close_matches(str(given), allowed, n=1)
-    if not close:  # "min_bytes" for "filter.min_bytes"
-        close = [name for name in allowed if name.endswith(f".{given}")][:1]
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def _explain(error: ValidationError, where: str) -> str:
-    """One line for each mistake."""
-    return "\n".join(f"{where}: {_explain_one(dict(details))}" for details in error.errors(include_url=False))
-
-
-def _explain_one(details: dict[str, Any]) -> str:
-    loc = [str(part) for part in details["loc"]]
-    key = ".".join(loc)
-    match details["type"]:
-        case "extra_forbidden":
-            allowed = _siblings(loc)
-            hint = _did_you_mean(loc[-1], allowed)
-            return f"{key}={details['input']!r}: unknown key.{hint} Allowed: {', '.join(allowed)}."
-        case "missing":
-            return f"{key}: this key is missing, and has no default."
-        case "value_error":
-            inner = details["ctx"]["error"]
-            # A size's own message begins with the last part of the key.
-            prefix = ".".join(loc[:-1]) + "." if isinstance(inner, PolicyError) else f"{key}: " if key else ""
-            return f"{prefix.removeprefix('.')}{inner}"
-        case "model_type" | "model_attributes_type":
-            return f"{key}={details['input']!r}: must be a section with the keys {', '.join(_siblings([*loc, '']))}."
-        case "tuple_type":
-            return f"{key}={details['input']!r}: must be a list, in brackets or with a dash before each item."
-        case "too_short":
-            return f"{key}={details['input']!r}: must name at least {details['ctx']['min_length']}."
-        case _:
-            message = details["msg"]
-            return f"{key}={details['input']!r}: {message[0].lower()}{message[1:]}."
-
-
-def _siblings(loc: list[str]) -> list[str]:
-    """The keys that are allowed beside the last one of ``loc``."""
-    model: type[BaseModel] = Policy
-    for part in loc[:-1]:
-        if part.isdigit():  # an index in `rules`
-            continue
-        annotation: Any = model.model_fields[part].annotation
-        if not isinstance(annotation, type):
-            annotation = annotation.__args__[0]
-        model = annotation
-    return list(model.model_fields)

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 import delta
-from delta.errors import DeltaError, StorageModifiedError, TraceError
+from delta.errors import DeltaError, StorageModifiedError
 from delta.files import marked
 from delta.report import Report
 from delta.trace import Recording, read, summary
@@ -39,13 +39,14 @@ class RunOptions:
 
 
 def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> None:
-    """Run the script as ``__main__``. The report is printed on stderr at the end, also when the script failed.
+    """Run the script as ``__main__``. At the end the report and what was recorded are printed on stderr, also when the
+    script failed.
 
     Of several processes (torchrun) each writes files of its own, with ``-rank0`` and so on in their names. SystemExit
     with a code passes through, so the exit code is the script's. Another exception of the script is printed
     without Delta's own frames and exits with 1, as the interpreter would; so is a StorageModifiedError, which plain
-    PyTorch would have raised as well. Raises DeltaError for options that make no sense, and TraceError if no step could
-    be recorded.
+    PyTorch would have raised as well. A script that ended well where a trace was asked for and none written exits with
+    2. Raises DeltaError for options that make no sense.
     """
     path = Path(script).absolute()
     if not path.is_file():
@@ -76,8 +77,10 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
         raise SystemExit(1) from error
     finally:
         _publish(run.report(), options.report)
-    if options.trace is not None:
-        _sum_up(run.traces, options.trace)
+        if options.trace is not None:
+            _sum_up(run.traces, options.trace)
+    if options.trace is not None and not run.traces:
+        raise SystemExit(2)
 
 
 def _of_this_rank(options: RunOptions) -> RunOptions:
@@ -150,10 +153,8 @@ def _publish(report: Report, file: str | None) -> None:
 
 
 def _sum_up(traces: Sequence[Path], asked: Recording) -> None:
-    if not traces:
-        raise TraceError(
-            f"trace={str(asked.path)!r}: no step was recorded; the script has to run {asked.skip + 1} training steps, "
-            "each with a backward"
-        )
     for file in traces:
         print(f"{file}: {summary(read(file))}", file=sys.stderr)
+    if not traces:
+        older = "; the file that is there is an older one" if asked.path.exists() else ""
+        print(f"{asked.path}: no trace was written, the warning above says why{older}", file=sys.stderr)

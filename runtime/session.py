@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import reprlib
 import threading
@@ -12,7 +13,7 @@ from contextlib import ContextDecorator, ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ from delta.trace import Recording
 from delta.types import Action, Link
 from delta.units import Bytes, Share, format_bytes, parse_size
 
+F = TypeVar("F", bound=Callable[..., Any])
 SAMPLE_S = 0.05  # while a timeline is written
 # Else samples are of little use: each event takes in the copies that have ended, and memory is looked at when
 # backward begins, where most of it is in use as a rule.
@@ -78,12 +80,14 @@ class evict(ContextDecorator):
     `delta.trace.Recording` of other steps.
     ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default the model's, else the current CUDA device, else the CPU.
 
-    Usable as a decorator and one block after the other, not nested. Entered again, it writes its timeline to ``-2`` and
-    so on, and goes on counting the steps to be traced. A backward after the block has ended still works.
+    Put one block around the whole loop: what the first steps have shown serves the later ones of the same block. What
+    autograd saves inside is looked after, and a backward after the block has ended still works. Usable as a decorator
+    (of the function with the loop) and one block after the other, not nested. Entered again, it writes its timeline to
+    ``-2`` and so on, and goes on counting the steps to be traced.
 
     Raises BudgetError (budget unreadable, or given twice), PolicyError, SwapError (spill directory), TimelineError,
-    TraceError, NestedSessionError; DeltaError for a model that is none, and where it is left in another thread than it
-    was entered in.
+    TraceError, NestedSessionError; DeltaError for a model that is none or on a device that is not known, for a
+    decorated generator or coroutine, and where it is left in another thread than it was entered in.
     """
 
     def __init__(
@@ -122,6 +126,15 @@ class evict(ContextDecorator):
         self._hooks: Hooks | None = None
         self._daemon: Daemon | None = None
 
+    def __call__(self, func: F) -> F:
+        """The function with this block around each call of it."""
+        if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
+            raise DeltaError(
+                f"{func.__qualname__} is a generator or a coroutine: a call of it returns before it has run, and the "
+                "block would end there. Write `with delta.evict(...):` inside of it"
+            )
+        return super().__call__(func)
+
     # -- the block ------------------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
         _claim(self)
@@ -140,7 +153,8 @@ class evict(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stack, self._stack = self._stack, None
-        assert stack is not None
+        if stack is None:
+            raise DeltaError("this block of delta.evict is not open: it was not entered, or has been left already")
         elsewhere = self._hooks.all_elsewhere if self._hooks is not None else None
         if isinstance(error, torch.OutOfMemoryError) and self._core is not None:
             _tell_what_was_held(error, self._core, beside=self._activations is None)
@@ -187,7 +201,7 @@ class evict(ContextDecorator):
         return tuple(self._taken.files)
 
     def report(self) -> Report:
-        """What the run did so far, or in all once the block has ended."""
+        """What the run did so far, or in all once the block has ended. Of a block entered again: since then."""
         core = self._core
         if core is None:
             return Report(policy=self.policy.name, device=str(self._device_name or ""))
@@ -351,7 +365,14 @@ def _measured(device: Device) -> Link:
 
 def _device_of(model: nn.Module | None) -> torch.device | None:
     parameter = next(model.parameters(), None) if model is not None else None
-    return parameter.device if parameter is not None else None
+    if parameter is None:
+        return None
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise DeltaError(
+            f"the model is on {parameter.device}, and delta.evict trains on cpu and cuda: move it there first, or say "
+            'where it will be, device="cuda"'
+        )
+    return parameter.device
 
 
 def _claim(session: evict) -> None:

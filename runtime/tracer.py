@@ -90,9 +90,12 @@ class Tracer(TorchDispatchMode):
         self._step = None
         if self.wanted:
             given, taken = self._recording, self._taken
+            wanted = f"{given.skip + given.steps}"
+            if given.skip:
+                wanted += f", of which the first {given.skip} are skipped"
             self._core.engine.totals.warnings.append(
                 f"trace={str(given.path)!r}: {taken.recorded} of {given.steps} steps were recorded: the block ran "
-                f"{taken.whole} whole ones, each with its backward, and the first {given.skip} were to be skipped"
+                f"{taken.whole} training steps, each with its backward, and has to run {wanted}"
             )
 
     # -- ops ------------------------------------------------------------------------------------------------------

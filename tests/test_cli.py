@@ -56,7 +56,8 @@ def test_light_commands_do_not_import_torch() -> None:
 def test_policies_lists_name_summary_and_source(arguments: list[str]) -> None:
     lines = deltactl(*arguments).output.splitlines()
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == delta.policies()
-    assert f"keep         {delta.load_policy('keep').summary}" in lines
+    assert f"keep               {delta.load_policy('keep').summary}" in lines
+    assert f"optimal-checkpoint {delta.load_policy('optimal-checkpoint').summary}" in lines
     assert any(line.startswith(" ") and "DELTA: Memory-Efficient" in line for line in lines)
 
 
@@ -251,6 +252,8 @@ def test_doctor_tells_that_there_is_no_directory_for_temporary_files(monkeypatch
 
 class FakeRun:
     """Stands for what `delta.evict` returns."""
+
+    traces = ()
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments, self.open = arguments, False

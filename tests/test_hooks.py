@@ -395,6 +395,15 @@ def test_a_block_is_refused_inside_itself():
         pytest.fail("entered")
 
 
+def test_a_block_is_left_once():
+    run = block()
+    for _ in range(2):
+        with pytest.raises(delta.DeltaError, match=r"this block .* is not open"):
+            run.__exit__(None, None, None)
+        with run:
+            pass
+
+
 def test_one_object_may_be_entered_again():
     run = block()
     for _ in range(2):
@@ -421,6 +430,32 @@ def test_as_a_decorator():
         assert torch.equal(x.grad, plain.grad)
     assert step.__name__ == "step"
     assert evictions(run) > 0
+
+
+async def coroutine():
+    pass
+
+
+def generator():
+    yield
+
+
+async def asynchronous_generator():
+    yield
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, asynchronous_generator])
+def test_what_runs_after_its_call_has_returned_takes_no_decorator(function):
+    with pytest.raises(delta.DeltaError, match=f"{function.__name__} is a generator or a coroutine.* inside of it"):
+        block()(function)
+
+
+def test_a_model_that_is_nowhere_yet():
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(delta.DeltaError, match=r"the model is on meta.* say where it will be, device="):
+        delta.evict(model)
+    with delta.evict(model, device="cpu"):
+        model.to_empty(device="cpu")(torch.ones(1, 2)).sum().backward()
 
 
 def test_without_a_budget_nothing_is_evicted_and_the_peak_is_known():

@@ -15,6 +15,7 @@ from delta.filter import SCORES
 from delta.planner import PLANNERS
 from delta.simulate.simulation import simulate
 from delta.trace import read
+from delta.types import Link
 from delta.units import Share
 
 PAGE = (Path(__file__).parent.parent / "docs" / "policies.md").read_text(encoding="utf-8")
@@ -69,6 +70,31 @@ def test_the_score_of_the_example_ranks(example, tmp_path):
     known = delta.load_policy("dtr", {"filter.score": "msps", "filter.cost": "own"})
     runs = [simulate(trace, policy, Share(0.7)) for policy in (own, known)]
     assert runs[0].recomputed_ns == runs[1].recomputed_ns > 0, "msps without ancestors is the same formula"
+
+
+def fails(task):
+    raise ZeroDivisionError("of the planner's own")
+
+
+def answers_none(task):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("planner", "error", "told"),
+    [
+        (fails, ZeroDivisionError, "of the planner's own"),
+        (answers_none, PolicyError, r"planner 'mine' answered None: a planner makes a delta\.planner\.Plan"),
+    ],
+)
+def test_a_planner_that_fails_is_told_where_the_program_saves(planner, error, told, tmp_path):
+    delta.register_planner("mine", planner)
+    policy = delta.Policy(name="x", filter={"min_bytes": 0}, planner={"kind": "mine"})
+    with pytest.raises(error, match=told), delta.evict(activations="60%", policy=policy) as run:
+        train(CASES["gpt"], 3)
+    assert run.report().plans == {"made": 1}  # in the second step it was told, and not asked again
+    with pytest.raises(error, match=told):
+        simulate(read(random_net(30, seed=1).write(tmp_path / "net.log")), policy, Share(0.7), Link(1e9, 1e9))
 
 
 def test_a_name_is_known_only_once_it_is_registered():

@@ -113,7 +113,8 @@ def test_mimose_cites_its_paper_and_recomputes_only():
     ("key", "value", "said"),
     [
         ("planner.observe", 0, "greater than or equal to 1"),
-        ("planner.rounding", "4MiB", 'must be a share such as "5%"'),
+        ("planner.rounding", "4MiB", "planner.rounding='4MiB': this is not a share. Give a share such as"),
+        ("planner.rounding", "much", 'this is not a number with a unit. Give a share such as "40%".'),
         ("planner.buffer", "much", "planner.buffer"),
         ("director.actions", ["keep", "swap"], "planner.kind=mimose decides what to recompute"),
     ],
@@ -183,6 +184,7 @@ def test_unknown_name():
     message = refused("detla")
     assert "policy='detla'" in message and "Did you mean 'delta'?" in message
     assert all(name in message for name in SHIPPED)
+    assert "Did you mean 'dtr'?" in refused("DTR")
     assert "Did you mean" not in refused("zzz")
 
 
@@ -216,11 +218,18 @@ def test_neither_name_nor_path(given):
         ("name: x\nfilter: {score: lru, score: lru}\n", ", line 2: the key 'score' is given twice"),
         ("name: x\n? [a, b]\n: 3\n", ", line 2: a key must be a word."),
         ("name: !!python/object:os.system x\n", ", line 1: could not determine a constructor"),
+        ("name: x\n---\nname: y\n", ", line 2: expected a single document in the stream, but found another document."),
+        ("name: x\n3: y\n", ": 3='y': unknown key. Allowed: name, summary, "),
+        ("name: x\nfilter: {yes: 1}\n", ": filter.True=1: unknown key. "),
         ("{}", ": name: this key is missing, and has no default."),
         ("name: ''\n", ": name='': string should have at least 1 character."),
         ("name: x\nfilter: 3\n", ": filter=3: must be a section with the keys score, cost, choose, min_bytes."),
         ("name: x\nfilter:\n", ": filter=None: must be a section with the keys score, cost, choose, min_bytes."),
         ("name: x\nfiltr: {}\n", ": filtr={}: unknown key. Did you mean 'filter'? Allowed: name, summary, source, "),
+        ("name: x\nmin_bytes: 3\n", ": min_bytes=3: unknown key. It belongs into a section: filter: {min_bytes: "),
+        ("name: x\nhost.limit: 5%\n", ": host.limit='5%': unknown key. It belongs into a section: host: {limit: ...}."),
+        ("name: x\nhost: {reserve: 5%}\n", ": host.reserve='5%': unknown key. It belongs into a section: budget: {"),
+        ("name: x\nfilter:\n\tscore: lru\n", ", line 3: found character '\\t' that cannot start any token: YAML is"),
         ("name: x\nfilter: {scor: 1}\n", ": filter.scor=1: unknown key. Did you mean 'score'? Allowed: score, cost, c"),
         (
             "name: x\nfilter: {score: foo}\n",
@@ -270,14 +279,26 @@ def test_unknown_override(key, hint):
     assert "prefetch.window" in message
 
 
-@pytest.mark.parametrize("key", ["filter", "", 3, "filter.score.x"])
+@pytest.mark.parametrize("key", ["", 3, "filter.score.x"])
 def test_an_override_names_a_value(key):
     assert refused("delta", {key: {}}).startswith(f"override {key!r}: unknown key.")
+
+
+def test_an_override_of_a_section_says_which_values_it_has():
+    message = refused("delta", {"filter": {"min_bytes": 0}})
+    assert message.startswith("override 'filter': a section. Override single values of it: filter.score, filter.cost, ")
 
 
 def test_a_bad_override_value_says_so():
     message = refused("delta", {"filter.min_bytes": "8 apples"})
     assert message.startswith("delta.yaml with overrides {'filter.min_bytes': '8 apples'}: filter.min_bytes='8 apples'")
+
+
+@pytest.mark.parametrize("given", [["filter.min_bytes=0"], "filter.min_bytes=0", 3, {"filter.min_bytes"}])
+def test_overrides_that_are_no_mapping(given):
+    assert refused("delta", given) == (
+        f'overrides={given!r}: give a dict of keys and values, such as {{"filter.min_bytes": 0}}.'
+    )
 
 
 def test_an_override_of_a_broken_section(tmp_path):

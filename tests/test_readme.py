@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +197,18 @@ def test_the_timeline_page_reads_a_real_file(tmp_path: Path, monkeypatch: pytest
     header = section("docs/timeline.md", "Header")
     assert {VERSION_KEY, "policy", "device", "budget", "torch", "started"} == set(names["header"])
     assert all(f"`{key}`" in header for key in names["header"])
+
+
+def test_the_pages_of_traces_and_of_the_simulator_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    names: dict[str, Any] = {"train": lambda: net(torch.randn(512, 64)).square().mean().backward()}
+    with redirect_stdout(StringIO()) as out:
+        for name in ("docs/traces.md", "docs/simulator.md"):
+            for code in blocks(page(name), "python"):
+                exec(code, names)
+    assert out.getvalue().startswith("trace step on cpu\n") and names["run"].status == "ok"
+    assert names["slowest"].cost_ns > 0 < names["peak_bytes"]
 
 
 @pytest.mark.parametrize("name", PAGES)

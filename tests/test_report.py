@@ -56,6 +56,12 @@ def test_text_of_a_run_without_a_step() -> None:
     lines = str(Report(policy="keep", device="cpu")).splitlines()
     assert "  peak activations    0 B" in lines
     assert "  budget              none" in lines
+    assert any(line.startswith("  nothing was saved for backward: forward has to run inside") for line in lines)
+    assert "nothing was saved" not in str(REPORT)
+
+
+def test_text_before_the_block_is_entered() -> None:
+    assert str(Report(policy="keep", device="")).splitlines()[0] == "policy keep, not entered yet"
 
 
 def test_dict_has_every_field_and_is_json() -> None:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from delta.cli import app
 from delta.simulate import Run, simulate
-from delta.trace import read, write
-from delta.trace.events import Event, Op
+from delta.trace import Evictable, Trace, read, write
+from delta.trace.events import Backward, Constant, Event, Free, Need, Op, Save, Unsave
 
 
 def deltactl(*arguments: str) -> Result:
@@ -68,6 +68,17 @@ def test_the_table_has_a_line_for_each_run_and_says_why_one_failed(log: str) -> 
     assert rows[1].split()[:2] == ["net", "dtr"]
     assert "infeasible" in rows[1] or "thrash" in rows[1]
     assert rows[2].startswith("net, dtr, ") and len(rows) == 3
+
+
+def test_where_the_device_has_room_for_everything_no_share_of_it_is_free(tmp_path: Path) -> None:
+    path, made = str(tmp_path / "step.jsonl"), range(1, 7)
+    forward = [(Op("aten.gelu", (n - 1,), (n,), (100,), 10), Save(n), *[Free(n - 1)][: n - 1]) for n in made]
+    backward = [(Need(n), Unsave(n)) for n in reversed(made)]
+    write(Trace("step", Evictable.SAVED, (Constant(0, 100), *sum(forward, ()), Backward(), *sum(backward, ()))), path)
+    arguments = ("simulate", path, "--policy", "recompute", "--set", "filter.min_bytes=0", "--budget", "60%")
+    assert printed(*arguments)[2].split()[-2] == "-"
+    run = json.loads(printed(*arguments, "--json")[0])
+    assert run["fragmentation"] is None and run["decisions"] > 0
 
 
 def test_a_budget_in_bytes(log: str) -> None:

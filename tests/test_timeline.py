@@ -145,6 +145,7 @@ HEADER_LINE = json.dumps(FULL_HEADER) + "\n"
     ("content", "line", "message"),
     [
         ("", 1, "the file is empty"),
+        ('{"delta_trace": 1}\n', 1, "this is a trace, for `deltactl simulate`; timeline= writes a timeline"),
         ('{"a": 1}\n', 1, "not a timeline: its first line must hold 'delta_timeline'"),
         ("hello\n", 1, "not JSON"),
         ("[1]\n", 1, "not a JSON object"),

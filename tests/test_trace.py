@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -141,7 +141,11 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatc
         (b"step,ns\n1,2\n", "line 1: not JSON"),
         (b"\x89PNG\r\n\x1a\n\xff\xfe", "line 1: not JSON"),
         (b"[1, 2]\n", "line 1: b'[1, 2]\\n' is not a JSON object"),
-        (b'{"delta_timeline": 1}\n', "line 1: neither a trace of Delta, whose first line has 'delta_trace', nor a log"),
+        (
+            b'{"delta_timelines": 1}\n',
+            "line 1: neither a trace of Delta, whose first line has 'delta_trace', nor a",
+        ),
+        (b'{"delta_timeline": 1}\n', "line 1: this is a timeline, for `deltactl timeline`; `deltactl trace` records a"),
         (b"[" * 100_000, "line 1: not JSON"),
     ],
 )
@@ -151,7 +155,7 @@ def test_other_files_are_refused(file: Path, content: bytes, said: str) -> None:
 
 
 def test_places_that_are_no_files_are_refused(tmp_path: Path) -> None:
-    assert "cannot be read after line 0: No such file" in refused(tmp_path / "none")
+    assert "cannot be read: No such file" in refused(tmp_path / "none")
     assert "Is a directory" in refused(tmp_path)
 
 
@@ -307,13 +311,19 @@ def test_summary_has_the_peaks(trace: Trace) -> None:
 def test_recorded_steps_are_numbered_from_the_second_on() -> None:
     recording = Recording(Path("out/step.jsonl.gz"), steps=3)
     assert [str(recording.file(n)) for n in range(3)] == [f"out/step{n}.jsonl.gz" for n in ("", "-2", "-3")]
-    assert Recording(Path("step")).file(1) == Path("step-2")
+    assert Recording(Path("step")).file(1) == Recording("step").file(1) == Path("step-2")
+    assert replace(Recording("a", skip=1, steps=2), path="b") == Recording("b", 1, 2)
 
 
-@pytest.mark.parametrize(("skip", "steps"), [(-1, 1), (0, 0)])
-def test_numbers_of_steps_that_make_no_sense_are_refused(skip: int, steps: int) -> None:
-    with pytest.raises(TraceError, match=f"skip={skip}, steps={steps}"):
+@pytest.mark.parametrize(("skip", "steps"), [(-1, 1), (0, 0), (0, 1.5), ("1", 1)])
+def test_numbers_of_steps_that_make_no_sense_are_refused(skip: Any, steps: Any) -> None:
+    with pytest.raises(TraceError, match=re.escape(f"skip={skip!r}, steps={steps!r}: skip none")):
         Recording(Path("t"), skip, steps)
+
+
+def test_a_recording_goes_to_a_file() -> None:
+    with pytest.raises(TraceError, match="path=3: give the path of a file"):
+        Recording(cast(Any, 3))
 
 
 def test_a_new_field_makes_a_new_version(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta.errors import BudgetError, PolicyError
-from delta.units import Bytes, Share, format_bytes, format_ns, parse_bytes, parse_size
+from delta.units import Bytes, Share, format_bytes, format_ns, parse_bytes, parse_share, parse_size
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,9 @@ def test_shares(given, fraction):
         (-1.0, "negative"),
         ("101%", "between 0% and 100%"),
         ("-1%", "between 0% and 100%"),
+        (0.4, 'a share is written with its sign, "40%"'),
+        (1.0, 'a share is written with its sign, "100%"'),
+        ("0.5", 'a share is written with its sign, "50%"'),
         ("1.5", "whole number"),
         ("1.5B", "whole number"),
         (8.5, "whole number"),
@@ -103,6 +106,30 @@ def test_parse_bytes_refuses_shares_and_does_not_offer_them():
     with pytest.raises(BudgetError, match="share is not allowed") as caught:
         parse_bytes("40%", what="window")
     assert 'such as "40%"' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("4MiB", "this is not a share"),
+        (5, "this is not a share"),
+        (0.05, "this is not a share"),
+        (Bytes(3), "this is not a share"),
+        ("much", "this is not a number with a unit"),
+        ("5 apples", "the unit 'apples' is unknown"),
+        ("120%", "a share must lie between 0% and 100%"),
+        (None, "a NoneType is not a share"),
+        (True, "a truth value is not a share"),
+    ],
+)
+def test_parse_share_refuses_sizes_and_does_not_offer_them(given, why):
+    with pytest.raises(PolicyError) as caught:
+        parse_share(given, what="rounding", error=PolicyError)
+    assert str(caught.value) == f'rounding={given!r}: {why}. Give a share such as "40%".'
+
+
+def test_parse_share():
+    assert parse_share("5 %", what="rounding") == parse_share(Share(0.05), what="rounding") == Share(0.05)
 
 
 def test_the_error_can_be_chosen():

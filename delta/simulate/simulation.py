@@ -5,7 +5,7 @@ The first step is observed; the next ones run with what was learned, as on a rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
@@ -45,7 +45,7 @@ ALLOCATORS: dict[str, Callable[[int], Allocator]] = {"ideal": Ideal, "caching": 
 class Run:
     """What came of it. `overhead` is the last step's time over the base time, `first_overhead` the first step's; both
     None where the step did not end. `peak_bytes` counts what the budget counts; `fragmentation` is the mean share of
-    the device that was free when a storage had to go."""
+    the device that was free when a storage had to go, None where the device has room for everything."""
 
     trace: str
     policy: str
@@ -62,7 +62,7 @@ class Run:
     stall_ns: int
     encoding_ns: int
     bookkeeping_ns: int
-    fragmentation: float
+    fragmentation: float | None
     decisions: int
     decision_ns: int
     why: str = ""
@@ -168,11 +168,15 @@ def simulate(
         stall_ns=last.stall_ns if last else 0,
         encoding_ns=last.encoding_ns if last else 0,
         bookkeeping_ns=last.bookkeeping_ns if last else 0,
-        fragmentation=sum(player.fragmented) / len(player.fragmented) if player.fragmented else 0.0,
+        fragmentation=_mean(player.fragmented) if everything else None,
         decisions=sum(engine.totals.evictions.values()),
         decision_ns=watched.spent_ns,
         why=why,
     )
+
+
+def _mean(shares: Sequence[float]) -> float:
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def _layout(policy: Policy, machine: Machine, bounded: bool) -> Addresses | None:

@@ -43,7 +43,7 @@ def _row(run: Run) -> tuple[str, ...]:
         format_bytes(run.swapped_bytes),
         format_ns(run.recomputed_ns),
         format_ns(run.stall_ns),
-        f"{run.fragmentation:.1%}",
+        f"{run.fragmentation:.1%}" if run.fragmentation is not None else "-",
         str(run.decisions),
     )
 

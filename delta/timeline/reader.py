@@ -48,6 +48,8 @@ def _header(name: str, line: tuple[int, str]) -> Header:
         raise _error(name, number, "the file is empty")
     header = _object(name, number, text)
     version = header.get(VERSION_KEY)
+    if "delta_trace" in header:
+        raise _error(name, number, "this is a trace, for `deltactl simulate`; timeline= writes a timeline")
     if version is None:
         raise _error(name, number, f"not a timeline: its first line must hold {VERSION_KEY!r}")
     if type(version) is not int or version != VERSION:

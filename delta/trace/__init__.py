@@ -37,6 +37,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
             return read_own(first, source)
         if dtr.KEY in first:
             return dtr.read_log(first, source)
+        if "delta_timeline" in first:
+            raise source.error("this is a timeline, for `deltactl timeline`; `deltactl trace` records a trace")
         raise source.error(
             f"neither a trace of Delta, whose first line has {VERSION_KEY!r}, nor a log of DTR, whose lines have "
             f"{dtr.KEY!r}"

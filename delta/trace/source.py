@@ -66,4 +66,5 @@ class Source:
 
     def _unreadable(self, error: OSError | zlib.error) -> TraceError:
         why = getattr(error, "strerror", None) or error
-        return TraceError(f"trace {self.path!r}: cannot be read after line {self.number}: {why}")
+        after = f" after line {self.number}" if self.number else ""
+        return TraceError(f"trace {self.path!r}: cannot be read{after}: {why}")
