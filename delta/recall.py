@@ -64,7 +64,9 @@ class Recall:
         plan = self._learner.plan
         if plan is not None:
             for position in here:
-                self._late += plan.prefetch.get(position, ())
+                coming = plan.prefetch.get(position, ())
+                self._late += coming
+                self._room.wanted.update(coming)
             wanted = self._late
         else:
             wanted = self._next_swapped()
@@ -72,6 +74,9 @@ class Recall:
         waiting: list[int] = []
         for order in wanted:
             rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
+            if rec is not None and rec.handles and rec.host is Host.LEAVING:
+                waiting.append(order)  # it stays, unless its room is needed before it is
+                continue
             if rec is None or not rec.handles or rec.held or rec.host is not Host.WHOLE:
                 continue
             if rec.alive:  # somebody else still has it: nothing to copy

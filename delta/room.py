@@ -55,6 +55,7 @@ class Room:
         self.following = Following(ledger, learner, self.candidates, self.carry_out)
         self.evicted = False  # something was evicted in this step
         self.strays: dict[int, Action] = {}  # ... that no plan had named, by save order, and how it went
+        self.wanted: set[int] = set()  # save orders that the plan has on their way back by now
         self.turned_back: set[int] = set()  # their copies back are under way, and they go again when those end
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
         self._worst: Shortage | None = None  # of this step
@@ -88,6 +89,7 @@ class Room:
         self.following.new_step()
         self._encoded_bytes = 0
         self.evicted, self.strays = False, {}
+        self.wanted.clear()
         self._worst = None
 
     def offer(self, rec: Record, encoding: Encoding) -> None:
@@ -136,12 +138,14 @@ class Room:
         leaving = [rec for rec in records if rec.host is Host.LEAVING and rec.id not in beside]
         leaving = [rec for rec in leaving if not self.candidates.in_use(rec)]  # it would free nothing
         # What the program still uses would stay when its copy is whole: wait for the others first.
-        leaving.sort(key=lambda rec: rec.saved_at not in self._learner.log.loose_at)
+        # And what the plan has come back by now would have to at once.
+        leaving.sort(key=lambda rec: (rec.saved_at in self.wanted, rec.saved_at not in self._learner.log.loose_at))
         over_now_bytes = over_bytes
         for rec in leaving:
             if over_now_bytes > 0:
                 over_bytes -= rec.nbytes
                 over_now_bytes -= 0 if self._floats(rec) else rec.nbytes
+                self.wanted.discard(rec.saved_at)
                 out.append(AwaitOut(rec.id))
         return out, over_bytes
 

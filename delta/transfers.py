@@ -22,11 +22,11 @@ class Transfers:
         self._settling, self._totals = settling, totals
 
     def copied_out(self, record: int) -> list[Instruction]:
-        """The host copy is whole: the device copy may go."""
+        """The host copy is whole: the device copy may go, unless the plan has it come back by now."""
         rec = self._ledger.records[record]
         self._ledger.set_host(record, Host.WHOLE)
         self._totals.swapped_out_bytes += rec.nbytes
-        if rec.pins or (not rec.handles and not rec.users):
+        if rec.pins or rec.saved_at in self._room.wanted or (not rec.handles and not rec.users):
             return self._settling.settle(record)
         self._ledger.let_go(record)
         return [Drop(record, Action.SWAP)]

@@ -12,6 +12,7 @@ from delta.engine import Engine
 from delta.errors import BudgetError
 from delta.keeping import Kept
 from delta.planner import Plan
+from delta.planner.assemble import plan_of
 from delta.planner.steplog import Moves, build_graph
 from delta.profile import Profile
 from delta.record import Host
@@ -1048,6 +1049,57 @@ def test_a_planned_copy_back_starts_where_the_plan_says():
         started = [i.record for i in toy.need(record, 1050 + 10 * position) if isinstance(i, SwapIn)]
         assert started == [11 + order for order in plan.prefetch.get(position, ())]
         toy.unsave(record)
+
+
+def in_backward_before_its_copy_out_has_ended() -> Toy:
+    """11 and 12 are swapped by the plan, which has both come back from the first need on. 11 has gone, and comes; the
+    copy out of 12 is under way."""
+    toy = Toy(310, SWAP)
+    step(toy, 0, 0)
+    profile = toy.engine.learner.profiles[0]
+    profile.plan = plan_of(profile.graph, LINK, [Action.SWAP, Action.SWAP, Action.KEEP, Action.KEEP])
+    assert profile.plan.prefetch == {0: (1, 0)}
+    toy.source(10, 10)
+    for k in range(1, 5):
+        toy.op(10 + k, 100, [9 + k])
+        toy.let_go(9 + k)
+        said = toy.engine.saved(10 + k, k, 1000 + 10 * k)
+        toy._do([instruction for instruction in said if instruction != AwaitOut(12)])
+    toy.let_go(14)
+    toy.use(14, 1050)
+    assert toy._do(toy.engine.prefetch(1050)) == [SwapIn(11)]
+    assert toy.leaving == [12]
+    return toy
+
+
+def test_what_the_plan_has_come_back_does_not_go_when_its_copy_out_ends():
+    toy = in_backward_before_its_copy_out_has_ended()
+    assert toy.copy_ends(12) == []
+    assert toy.use(13, 1060) == [Release(13), Forget(13)]
+    assert not any(isinstance(instruction, SwapIn) for instruction in toy.need(12, 1070))
+
+
+def test_what_the_plan_has_come_back_does_so_when_its_room_was_needed_meanwhile():
+    toy = in_backward_before_its_copy_out_has_ended()
+    awaited, _ = toy.engine._room.await_out(100)
+    assert toy._do(awaited) == [AwaitOut(12), Drop(12, Action.SWAP)]
+    assert SwapIn(12) in toy.use(13, 1060)
+
+
+def test_what_is_to_come_back_by_now_is_waited_for_last():
+    toy = Toy(1000, SWAP)
+    forward(toy, 2)
+    toy.let_go(1, 2)
+    for record in (1, 2):
+        toy._do(toy.engine._room.carry_out(toy.engine.ledger[record], Action.SWAP, 30, wait=False))
+    wanted = toy.engine._room.wanted
+    wanted.add(0)
+    assert (toy.engine._room.await_out(50), wanted) == (([AwaitOut(2)], -50), {0})
+    assert (toy.engine._room.await_out(150), wanted) == (([AwaitOut(2), AwaitOut(1)], -50), set())
+    wanted.add(0)
+    toy.use(2, 40)
+    toy.use(1, 50)
+    assert not wanted, "it is for one step"
 
 
 def rehearsed(toy: Toy, moves: dict[int, Moves]) -> None:
