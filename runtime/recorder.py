@@ -208,6 +208,8 @@ class Recorder(TorchDispatchMode):
         reads = core.noted.reads(call.tensors)
         if reads is None or routine is None or any(core.minds(args[position]) for position in statistics):
             return self._record(func, facts, args, kwargs)
+        if facts.writes_lists:  # it gives nothing that stands for what it has written
+            return self._record(func, facts, args, kwargs)
         overwrites = None
         if facts.mutates and not statistics:
             overwrites = core.noted.overwrites(tensors_written(facts, (), args, kwargs), call.tensors)

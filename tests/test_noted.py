@@ -1240,6 +1240,31 @@ def test_nothing_else_may_be_overwritten_unrecorded() -> None:
     assert len(found) >= 2 and set(found) == {1}
 
 
+class InPlaceByList(SixLayers):
+    """A write into a list of one tensor gives nothing, and PyTorch counts none under a dispatch mode."""
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        for layer in self.layers:
+            h = layer(x).sin()
+            torch._foreach_add_([h], 1.0)
+            x = h * h
+        return x
+
+
+def test_a_write_into_a_list_is_recorded() -> None:
+    torch.manual_seed(1)
+    net = InPlaceByList()
+    loss_of(net).backward()
+    expected = gradients(net)
+    with planned(
+        lambda: loss_of(net), lambda op: RECOMPUTE if op is not None and "foreach" in op.name else KEEP
+    ) as core:
+        net.zero_grad()
+        loss_of(net).backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+
+
 @pytest.mark.parametrize("index", range(6))
 def test_a_write_by_another_name_is_recorded(index: int) -> None:
     """`data` counts its writes by itself: what it is an alias of tells nothing."""
