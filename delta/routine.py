@@ -95,9 +95,10 @@ class Routine:
         return self._at
 
     @property
-    def complete(self) -> bool:
-        """Whether all have."""
-        return self._at == len(self._calls)
+    def all_saved(self) -> bool:
+        """Whether all have that come before the last save of a step in which something is left alone. Others may come
+        after backward has begun, and before it goes on."""
+        return self.alone is not None and self.alone.saves_before(self._at + 1) == self.alone.saves_before(None)
 
     @property
     def begun(self) -> bool:
