@@ -432,6 +432,35 @@ def test_what_was_left_alone_counts_when_track_is_lost(at: int, monkeypatch: pyt
     assert found[1] <= found[0] <= found[1] + 16 * 24 * 4  # and what the next op would have saved, had it come
 
 
+class Sized(Net):
+    """The same ops may be of other sizes in the middle of a step."""
+
+    rows = 16
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        def beside(at: int, x: Tensor) -> Tensor:
+            if at != 5:
+                return x
+            return x + (torch.linspace(0, 1, self.rows).unsqueeze(1) * self.layers[at].bias).tanh().exp().mean()
+
+        return super().forward(x, beside)
+
+
+def test_the_same_ops_of_other_sizes_are_others() -> None:
+    torch.manual_seed(1)
+    net, other = Sized(), Sized()
+    other.load_state_dict(net.state_dict())
+    other.rows = 400
+    loss_of(other).backward()
+    with steady(net, "swap", share="92%") as core:
+        net.rows = 400
+        loss = loss_of(net)
+        assert core.engine.learner.given_up and not core.stretches.off
+        loss.backward()
+        ended(core)
+    assert_same(gradients(net), gradients(other))
+
+
 class Products(Net):
     """The backward of a product computes otherwise while a dispatch mode is on the stack."""
 
