@@ -175,12 +175,26 @@ class Expected:
         """Somebody hears of saves again, after so many calls, or because forward has ended (None): autograd has kept
         what was saved meanwhile. Where it has not ended after all, what that was is not known."""
         routine = self._learner.routine
-        assert routine is not None and routine.alone is not None
-        alone = routine.alone
-        if calls is None and not routine.complete:
-            self._learner.lose_track()
+        if calls is None and routine is not None and not routine.all_saved:
+            self.lose_track(now_ns)
+        else:
+            self._count_alone(calls, now_ns)
+
+    def lose_track(self, now_ns: int) -> None:
+        """The step goes otherwise, and nobody has heard of its last saves. As far as its calls were those that the
+        routine expects, so were they: until the step ends they count as what is there."""
+        routine = self._learner.routine
+        if routine is not None:
+            self._count_alone(routine.calls + 1, now_ns)
+        self._learner.lose_track()
+
+    def _count_alone(self, calls: int | None, now_ns: int) -> None:
+        """What nobody has heard of that was saved before so many calls; in all, for None."""
+        learner = self._learner
+        alone = learner.routine.alone if learner.routine is not None else None
+        if alone is None or not learner.in_step:
             return
-        for order in self._learner.came_alone(alone.saves_before(calls), self._net_ns(now_ns)):
+        for order in learner.came_alone(alone.saves_before(calls), self._net_ns(now_ns)):
             self._recall.by_order.append(NOBODY_S)
             heappush(self._alone, (alone.until[order], alone.nbytes[order]))
             self._ledger.count(0, alone.nbytes[order], alone.nbytes[order])

@@ -42,6 +42,7 @@ class Routine:
         "_before",
         "_calls",
         "_costs_ns",
+        "_made_bytes",
         "_optional",
         "alone",
         "coming_bytes",
@@ -66,6 +67,7 @@ class Routine:
         noted: Collection[int] = (),
         coming_bytes: Sequence[int] = (),
         alone: Alone | None = None,
+        made_bytes: Sequence[int] = (),
     ) -> None:
         """`orders`: by saved tensor, the save order of a storage that the plan keeps, or drops at once; -1 where more
         is done. `dropped`: the orders of those that go, and of these `noted` the ones that only the runtime knows how
@@ -73,9 +75,11 @@ class Routine:
         counted.
         `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
         these the `optional` ones, by their position, may stay away. `coming_bytes`: by save order, what there has to
-        be room for when it has been saved (`room_for_next`). `alone`: what is left to autograd."""
+        be room for when it has been saved (`room_for_next`). `alone`: what is left to autograd. `made_bytes`: by op, of
+        the storage that it makes; 0 where that does not count, or there are others."""
         self._calls = [call for call, _ in calls]
         self._costs_ns = [costs_ns[op] if 0 <= op < len(costs_ns) else None for _, op in calls]
+        self._made_bytes = [made_bytes[op] if 0 <= op < len(made_bytes) else 0 for _, op in calls]
         self._before, self._optional = before, frozenset(optional)
         self.ways = list(ways)
         self.orders, self.dropped, self.read, self.noted = orders, frozenset(dropped), frozenset(read), frozenset(noted)
@@ -95,9 +99,10 @@ class Routine:
         return self._at
 
     @property
-    def complete(self) -> bool:
-        """Whether all have."""
-        return self._at == len(self._calls)
+    def all_saved(self) -> bool:
+        """Whether all have that come before the last save of a step in which something is left alone. Others may come
+        after backward has begun, and before it goes on."""
+        return self.alone is not None and self.alone.saves_before(self._at + 1) == self.alone.saves_before(None)
 
     @property
     def begun(self) -> bool:
@@ -119,6 +124,11 @@ class Routine:
         """How long the call that `way` was last asked about takes, as far as it is known."""
         return self._costs_ns[self._asked] if self._asked is not None else None
 
+    @property
+    def made_bytes(self) -> int:
+        """Of the storage that the call makes which `way` was last asked about; 0 where nobody can tell."""
+        return self._made_bytes[self._asked] if self._asked is not None else 0
+
 
 def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -> Routine:
     """How steps like the one that `log` and `graph` tell of go by `plan`. `notes`: whether any op may be noted."""
@@ -135,7 +145,10 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -
     coming_bytes = room_for_next(plan)
     looked_after = dropped | read | _beside_notes(graph, noted) | _followed_by_moves(graph, plan)
     alone = left_alone(graph, log.calls_at, log.orders, orders, looked_after)
-    return Routine(log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes, alone)
+    made_bytes = [graph.nodes[op.outputs[0]].nbytes if len(op.outputs) == 1 else 0 for op in graph.ops]
+    return Routine(
+        log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes, alone, made_bytes
+    )
 
 
 def _followed_by_moves(graph: StepGraph, plan: Plan) -> set[int]:

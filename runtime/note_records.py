@@ -34,7 +34,7 @@ class NoteRecords:
         core, engine, records = self._core, self._engine, self._records
         for note in notes:
             self._give_recipe(note)
-        back = {made for made in records if made.value is not None and made.found() is not None}
+        back = {made for made in records if made.value is not None and core.slots[records[made]].alive() is not None}
         with within_op():
             for packed in tensors:
                 self._take(packed)
@@ -103,6 +103,8 @@ class NoteRecords:
         known = core.storages.by_key.get(storage._cdata) if storage is not None else None
         if known is not None:
             if records[known].op is None and not records[known].users:
+                if made.kept is not None:  # its saved tensors are on that one, too
+                    made.kept.record = known
                 return known
             storage = None
         record = made.kept.record if made.kept is not None else core.next_id()

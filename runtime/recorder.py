@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if facts.cudnn_chooses:
             core.device.enforce(False)  # until the next save: what it is refused it does not say
-        learner = self._learner
+        learner, made_bytes = self._learner, 0
         if _graph_task() != -1:
             watched, keep_track = facts.writes and (learner.in_step or core.has_recipes), False
         elif _grad_enabled():
@@ -97,6 +97,8 @@ class Recorder(TorchDispatchMode):
             if way is not Way.PASS:
                 return self._record(func, facts, args, kwargs)
             watched, keep_track = facts.writes, False
+            if routine is not None and core.stretches.off:
+                made_bytes = routine.made_bytes
         else:
             keep_track = learner.in_step
             watched = keep_track or (facts.writes and core.has_recipes)
@@ -113,6 +115,8 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
         if facts.writes_lists:
             count_write(tensors_written(facts, (), args, kwargs))
+        if made_bytes and isinstance(result, Tensor) and result.untyped_storage().nbytes() != made_bytes:
+            self._unexpected()  # of its size, and nobody would hear what is saved of it
         return result
 
     def _minds(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -207,6 +211,8 @@ class Recorder(TorchDispatchMode):
         call = strip(without_statistics(args, statistics), kwargs)
         reads = core.noted.reads(call.tensors)
         if reads is None or routine is None or any(core.storages.minds(args[position]) for position in statistics):
+            return self._record(func, facts, args, kwargs)
+        if facts.writes_lists:  # it gives nothing that stands for what it has written
             return self._record(func, facts, args, kwargs)
         overwrites = None
         if facts.mutates and not statistics:

@@ -4,7 +4,8 @@ The routine of a known step says where (`delta/alone.py`). The recorder hears of
 of an op that the routine does not expect. With that one the hooks are back on, and what the step has saved meanwhile is
 not known; it is autograd's until it has been used, and cannot be evicted.
 
-Hooks are taken off only where the block's own are on top, and put back only where nobody has put others there since.
+Hooks are taken off only where the block's own are on top, and come back below those that somebody has put there since,
+as a checkpoint does that keeps what it needs in hooks of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Stretches:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._pair: Pair | None = None
-        self._below: Pair | None = None  # who is on top while ours are off
+        self._below: Pair | None = None  # who was under ours while they are off
         self._thread = 0
         self.off = False
         self.allowed = True
@@ -42,9 +43,12 @@ class Stretches:
 
     def close(self) -> None:
         """... and off, for good."""
-        self.end()
-        if not self.off:  # else others are on top still, and ours are off already
+        if not self.off:
             _hooks._pop_saved_tensors_default_hooks()
+            return
+        self.off = False  # and others may be on top
+        with self._core:
+            self._core.engine.expected.left_alone(None, time.perf_counter_ns())
 
     def turn(self, off: bool, calls: int) -> None:
         """After so many calls of its step the routine has the hooks off, or on again."""
@@ -63,7 +67,7 @@ class Stretches:
         """An op came that the routine does not expect."""
         if self.off:
             with self._core:
-                self._core.engine.learner.lose_track()
+                self._core.engine.expected.lose_track(time.perf_counter_ns())
             self._put_on()
 
     def forbid(self) -> None:
@@ -77,6 +81,8 @@ class Stretches:
             return False
         if _hooks._top_saved_tensors_default_hooks(True) != self._pair:
             return False
+        if core.minds_backward:
+            return False
         with core.lock:
             return core.engine.expected.may_leave_alone(calls)
 
@@ -86,17 +92,23 @@ class Stretches:
         self.off = True
 
     def _put_on(self) -> bool:
-        if threading.get_ident() != self._thread or _hooks._top_saved_tensors_default_hooks(True) != self._below:
+        if threading.get_ident() != self._thread:
+            self.allowed = False
             return False
+        above: list[Pair] = []
+        while (top := _hooks._top_saved_tensors_default_hooks(True)) not in (self._below, None):
+            above.append(top)
+            _hooks._pop_saved_tensors_default_hooks()
         assert self._pair is not None
-        _hooks._push_saved_tensors_default_hooks(*self._pair)
+        for pair in (self._pair, *reversed(above)):
+            _hooks._push_saved_tensors_default_hooks(*pair)
         self.off, self._below = False, None
         return True
 
     def _back(self, calls: int | None) -> None:
-        learner = self._core.engine.learner
+        expected = self._core.engine.expected
         with self._core:
-            if not self._put_on():
-                learner.lose_track()
-            elif learner.routine is not None and learner.in_step:
-                self._core.engine.expected.left_alone(calls, time.perf_counter_ns())
+            if self._put_on():
+                expected.left_alone(calls, time.perf_counter_ns())
+            else:
+                expected.lose_track(time.perf_counter_ns())

@@ -122,7 +122,8 @@ class Switch:
         run = autograd._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            self._core.stretches.end()
+            if not self._elsewhere():  # else it may be of another model
+                self._core.stretches.end()
             if self._core.passes:
                 return run(*args, **kwargs)
             self._core.gauge.sample_bytes()
@@ -136,11 +137,10 @@ class Switch:
             autograd._engine_run_backward = run
 
     def _needs_no_eye(self) -> bool:
-        """Whether the backward that begins writes into nothing that is needed still, as far as anybody can tell. A hook
-        of a parameter may do so in one step and not in another."""
+        """Whether the backward that begins writes into nothing that is needed still, as far as anybody can tell."""
         if self._on != [self._recorder] or _get_current_dispatch_mode() is not self._recorder:
             return False
-        return not self._core.engine.minds_backward and not self._core.persistent.hooked()
+        return not self._core.minds_backward
 
     @contextmanager
     def _unseen_backward(self) -> Iterator[None]:
@@ -162,6 +162,7 @@ class Switch:
         plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended. Functions written
         in Python are no such formulas: they run the program's own code, which may write, and that has to be seen.
         """
+        self._core.stretches.end()  # if that is in a thread where nobody knew whose backward it is
         if torch._C._len_torch_dispatch_stack() == self._depth or torch._C._current_graph_task_id() == -1:
             return
         if self._recorder not in self._on:

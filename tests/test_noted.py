@@ -277,6 +277,59 @@ def test_each_gets_its_record_when_more_has_to_be_known(index: int, when: str) -
     assert_same(gradients(net), expected)
 
 
+def saved_results(x: Tensor) -> list[Tensor]:
+    """What the nodes behind a tensor have saved of their results."""
+    found: list[Tensor] = []
+    todo, seen = [x.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+            if hasattr(node, "_saved_result"):
+                found.append(node._saved_result.detach())
+    return found
+
+
+class Saving(torch.autograd.Function):
+    """Saves what it is given beside its input, which no op reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad * sum(other.mean() for other in ctx.saved_tensors), *[None for _ in ctx.saved_tensors]
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x, found: x + sum(map(torch.exp, found)), lambda x, found: Saving.apply(x, *found)]
+)
+def test_what_was_made_again_and_is_used_by_others_gets_its_record_once(use: Callable[..., Tensor]) -> None:
+    give: Callable[[], object] = int
+
+    def between(at: int, x: Tensor) -> Tensor:
+        if at == 4:
+            found = saved_results(x)
+            x = use(x, found)
+            give()
+        return x
+
+    expected, net = plain(between), fresh()
+    with steady(net) as core:
+
+        def give() -> None:
+            with core:
+                core.engine.keeping.end()
+            core.engine.ledger.validate()
+
+        loss_of(net, between).backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
+
+
 def test_all_that_can_go_goes_in_the_middle() -> None:
     expected, net = plain(), fresh()
 
@@ -1238,6 +1291,31 @@ def test_nothing_else_may_be_overwritten_unrecorded() -> None:
 
         loss_of(net, between).backward()
     assert len(found) >= 2 and set(found) == {1}
+
+
+class InPlaceByList(SixLayers):
+    """A write into a list of one tensor gives nothing, and PyTorch counts none under a dispatch mode."""
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        for layer in self.layers:
+            h = layer(x).sin()
+            torch._foreach_add_([h], 1.0)
+            x = h * h
+        return x
+
+
+def test_a_write_into_a_list_is_recorded() -> None:
+    torch.manual_seed(1)
+    net = InPlaceByList()
+    loss_of(net).backward()
+    expected = gradients(net)
+    with planned(
+        lambda: loss_of(net), lambda op: RECOMPUTE if op is not None and "foreach" in op.name else KEEP
+    ) as core:
+        net.zero_grad()
+        loss_of(net).backward()
+        nothing_left(core)
+    assert_same(gradients(net), expected)
 
 
 @pytest.mark.parametrize("index", range(6))

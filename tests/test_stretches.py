@@ -3,6 +3,7 @@ step goes otherwise. Units: bytes."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from models import CASES, train
 from test_card_training import LateCard
 from test_kept import Net, assert_same, fresh, gradients
 from test_learner import plan_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import delta
@@ -27,7 +28,7 @@ from delta.expected import Expected
 from delta.planner import PLANNERS, Plan, Task
 from delta.planner.assemble import plan_of as assembled
 from delta.planner.steplog import StepGraph, StepLog, build_graph
-from delta.routine import routine_of
+from delta.routine import Routine, Way, routine_of
 from delta.runtime import session
 from delta.runtime.core import Core
 from delta.runtime.device.cuda import CudaDevice
@@ -109,6 +110,16 @@ def test_where_something_comes_back_or_goes_the_need_is_heard_of(moves: dict[str
 
 def step_bytes(count: int) -> tuple[int, ...]:
     return tuple(10 * (i + 1) for i in range(count))
+
+
+def test_calls_after_the_last_save_need_not_have_come() -> None:
+    """As `backward` makes a first gradient, and a second one where it is called twice."""
+    routine = Routine([(call, -1) for call in "abcd"], [Way.PASS] * 4, alone=alone([0, 1, 2], [1, 2, 3], set()))
+    found = []
+    for call in "abcd":
+        routine.way(call)
+        found.append(routine.all_saved)
+    assert found == [False, False, True, True]
 
 
 def test_nothing_is_where_backward_asks_before_the_end_or_a_call_is_missing() -> None:
@@ -343,6 +354,141 @@ def test_backward_may_come_twice() -> None:
         loss.backward()
         ended(core)
     assert_same(gradients(net), gradients(other))
+
+
+def steady_still(core: Core, step: Callable[[], object]) -> bool:
+    """Whether each of some steps follows the routine of the one before, with hooks off in part of it."""
+    routine, taken = core.engine.routine, list[bool]()
+    assert routine is not None
+    for _ in range(3):
+        step()
+        taken.append(routine is core.engine.routine)
+        ended(core)
+    return all(taken)
+
+
+class Checkpointed(Net):
+    """A checkpoint keeps what it needs in hooks of its own, which are on top while its ops run."""
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = checkpoint(self.act, layer, x, use_reentrant=False) if index in (2, 5) else self.act(layer, x)
+        return x
+
+    def act(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.relu(layer(x)) * 1.5 + x.tanh()
+
+
+def test_hooks_come_back_below_those_of_others() -> None:
+    torch.manual_seed(1)
+    net = Checkpointed()
+    with steady(net) as core:
+        assert steady_still(core, lambda: loss_of(net).backward())
+
+
+def test_backward_of_another_model_in_another_thread_is_none_of_the_step_s() -> None:
+    net, other = fresh(), nn.Linear(2, 2)
+
+    def between(at: int, x: Tensor) -> Tensor:
+        if at == 3:
+            in_thread(lambda: other(torch.ones(1, 2)).sum().backward())
+        return x
+
+    with steady(net, "swap", share="92%") as core:
+        assert steady_still(core, lambda: loss_of(net, between).backward())
+
+
+def test_backward_may_come_in_another_thread() -> None:
+    usual, net = plain(), fresh()
+    with steady(net, "swap", share="92%") as core:
+        for _ in range(4):
+            loss = loss_of(net)
+            in_thread(loss.backward)
+            assert_same(gradients(net), usual)
+        assert not core.stretches.off and not core.stretches.allowed
+
+
+def in_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_what_was_left_alone_counts_when_track_is_lost(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, found = fresh(), list[int]()
+    with steady(net, "swap", share="92%") as core:
+        for alone in (True, False):
+            if not alone:
+                for _ in range(STEADY):
+                    loss_of(net).backward()
+                monkeypatch.setattr(Expected, "may_leave_alone", lambda *args: False)
+            loss = loss_of(net, do_at(at, ODD["one op more"]))
+            assert core.engine.learner.given_up is alone
+            with core:
+                found.append(core.engine.ledger.unevicted_bytes)
+            loss.backward()
+            ended(core)
+    assert found[1] <= found[0] <= found[1] + 16 * 24 * 4  # and what the next op would have saved, had it come
+
+
+class Sized(Net):
+    """The same ops may be of other sizes in the middle of a step."""
+
+    rows = 16
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        def beside(at: int, x: Tensor) -> Tensor:
+            if at != 5:
+                return x
+            return x + (torch.linspace(0, 1, self.rows).unsqueeze(1) * self.layers[at].bias).tanh().exp().mean()
+
+        return super().forward(x, beside)
+
+
+def test_the_same_ops_of_other_sizes_are_others() -> None:
+    torch.manual_seed(1)
+    net, other = Sized(), Sized()
+    other.load_state_dict(net.state_dict())
+    other.rows = 400
+    loss_of(other).backward()
+    with steady(net, "swap", share="92%") as core:
+        net.rows = 400
+        loss = loss_of(net)
+        assert core.engine.learner.given_up and not core.stretches.off
+        loss.backward()
+        ended(core)
+    assert_same(gradients(net), gradients(other))
+
+
+class Products(Net):
+    """The backward of a product computes otherwise while a dispatch mode is on the stack."""
+
+    def forward(self, x: Tensor, between: Between | None = None) -> Tensor:
+        def multiplied(at: int, x: Tensor) -> Tensor:
+            x = x.tanh() * (1.5 + x.sigmoid()).prod(1, keepdim=True).log()
+            return x if between is None else between(at, x)
+
+        return super().forward(x, multiplied)
+
+
+@pytest.mark.parametrize("why", ["a hook", "a late hook", "one op more"])
+def test_nobody_sees_the_backward_of_what_was_left_alone(why: str) -> None:
+    def step(net: Net) -> list[Tensor]:
+        if why == "a hook":
+            net.layers[0].weight.register_hook(torch.neg)
+        loss = loss_of(net, do_at(5, ODD[why]) if why in ODD else None)
+        if why == "a late hook":
+            net.layers[0].weight.register_hook(torch.neg)
+        loss.backward()
+        return gradients(net)
+
+    torch.manual_seed(1)
+    expected = step(Products())
+    torch.manual_seed(1)
+    net = Products()
+    with steady(net, "swap", share="92%"):
+        assert_same(step(net), expected)
 
 
 def test_what_is_written_is_told_by_autograd() -> None:
