@@ -20,11 +20,13 @@ class Recall:
         self._policy, self._ledger, self._queue, self._learner, self._room = policy, ledger, queue, learner, room
         self.by_order: list[int] = []  # records of this step in the order of their first save
         self._late: list[int] = []  # save orders whose prefetch had no room yet
+        self._due: set[int] = set()  # ... that the plan has on their way back by now, or there
 
     def new_step(self) -> None:
         """Forget what is only true within one step."""
         self.by_order.clear()
         self._late.clear()
+        self._due.clear()
 
     @property
     def waiting(self) -> bool:
@@ -56,6 +58,11 @@ class Recall:
         self._ledger.use(rec.id, now_ns)
         return SwapIn(rec.id)
 
+    def went(self, rec: Record) -> None:
+        """Its copy out has ended, and it went. Where it is to be back by now, that is a matter of room."""
+        if rec.saved_at in self._due:
+            self._late.append(rec.saved_at)
+
     def prefetch(self, here: range, now_ns: int) -> list[Instruction]:
         """Start the copies back that the plan puts at the positions `here` (or, without one, that the order of the
         saves suggests), as room allows."""
@@ -66,6 +73,7 @@ class Recall:
             for position in here:
                 coming = plan.prefetch.get(position, ())
                 self._late += coming
+                self._due.update(coming)
                 self._room.wanted.update(coming)
             wanted = self._late
         else:
@@ -74,9 +82,6 @@ class Recall:
         waiting: list[int] = []
         for order in wanted:
             rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
-            if rec is not None and rec.handles and rec.host is Host.LEAVING:
-                waiting.append(order)  # it stays, unless its room is needed before it is
-                continue
             if rec is None or not rec.handles or rec.held or rec.host is not Host.WHOLE:
                 continue
             if rec.alive:  # somebody else still has it: nothing to copy

@@ -55,7 +55,7 @@ class Room:
         self.following = Following(ledger, learner, self.candidates, self.carry_out)
         self.evicted = False  # something was evicted in this step
         self.strays: dict[int, Action] = {}  # ... that no plan had named, by save order, and how it went
-        self.wanted: set[int] = set()  # save orders that the plan has on their way back by now
+        self.wanted: set[int] = set()  # save orders that the plan has come back by now, and that need not go for room
         self.turned_back: set[int] = set()  # their copies back are under way, and they go again when those end
         self._encoded_bytes = 0  # of the largest encoded form there may be in this step
         self._worst: Shortage | None = None  # of this step

@@ -29,6 +29,7 @@ class Transfers:
         if rec.pins or rec.saved_at in self._room.wanted or (not rec.handles and not rec.users):
             return self._settling.settle(record)
         self._ledger.let_go(record)
+        self._recall.went(rec)
         return [Drop(record, Action.SWAP)]
 
     def copy_out_failed(self, record: int, host_full: bool) -> list[Instruction]:

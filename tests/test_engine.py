@@ -1069,6 +1069,7 @@ def in_backward_before_its_copy_out_has_ended() -> Toy:
     toy.use(14, 1050)
     assert toy._do(toy.engine.prefetch(1050)) == [SwapIn(11)]
     assert toy.leaving == [12]
+    assert not toy.engine._recall.waiting, "there is nothing to do at each need until then"
     return toy
 
 
@@ -1083,6 +1084,7 @@ def test_what_the_plan_has_come_back_does_so_when_its_room_was_needed_meanwhile(
     toy = in_backward_before_its_copy_out_has_ended()
     awaited, _ = toy.engine._room.await_out(100)
     assert toy._do(awaited) == [AwaitOut(12), Drop(12, Action.SWAP)]
+    assert toy.engine._recall.waiting
     assert SwapIn(12) in toy.use(13, 1060)
 
 
