@@ -8,6 +8,7 @@ from builders import an_op
 from delta.learner import AIM, Learner
 from delta.planner import Plan, StepGraph
 from delta.planner.steplog import Moves, StepTimes
+from delta.planner.turns import Turn
 from delta.profile import REFINEMENTS, TIGHTENINGS, refine
 from delta.types import Action, Kind, Mode
 
@@ -325,6 +326,8 @@ def test_between_saves_and_needs_of_a_late_device_it_is_the_least_time_that_coun
     assert found.end_ns == 33
     for other in (replace(newer, needs=(0, 1, 2)), replace(newer, needs_before=(0, 0, 1))):
         assert refine(old, other, late=True) == other, "they came in another order"
+    told = replace(newer, turns=(Turn((0,), None, 0, 1, ()),))
+    assert refine(old, told, late=True) == told, "turns have times of their own"
 
 
 @pytest.mark.parametrize("late", [True, False])

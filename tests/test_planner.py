@@ -314,9 +314,9 @@ def test_prices_of_swaps_add_up_to_what_the_forecast_says_is_late(each):
     assert told_ns == late_ns if count < GROUPS else told_ns >= late_ns
 
 
-def read_by_replays() -> StepGraph:
-    """x, which nothing makes again, c in 50 ns, and b1 to b3, each made of x in 1 ns; needed in reverse."""
-    ops = [an_op(101, [9], [1], cost_ns=50), *(an_op(102 + i, [0], [2 + i]) for i in range(3))]
+def read_by_replays(c_ns: int = 50) -> StepGraph:
+    """x, which nothing makes again, c in `c_ns`, and b1 to b3, each made of x in 1 ns; needed in reverse."""
+    ops = [an_op(101, [9], [1], cost_ns=c_ns), *(an_op(102 + i, [0], [2 + i]) for i in range(3))]
     sizes = dict.fromkeys(range(5), 100) | {9: 0}
     saves = [(record, 10 * record, min(record, 4)) for record in range(5)]
     needs = [(order, 1000 + 10 * (4 - order)) for order in reversed(range(5))]
@@ -331,6 +331,43 @@ def test_where_replays_would_wait_for_copies_nothing_is_swapped():
     assert made.actions == (KEEP, RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP)
     assert forecast(graph, made.actions, link).cost_ns == 52
     assert plan(graph, 250, link=Link(1e11, 1e11)).actions[0] is SWAP, "a fast link is in time"
+
+
+@pytest.mark.parametrize(
+    ("parents", "costs_ns", "sizes", "limit", "swaps", "without_ns"),
+    [
+        ((None, 0, 0, 0, None, 3, 1), (0, 20, 1, 20, 0, 1, 20), (50, 50, 100, 20, 50, 20, 50), 204, False, 22),
+        ((None, 0, 1, 0, 3), (0, 60, 20, 1, 200), (20, 100, 20, 100, 50), 174, True, 80),
+    ],
+    ids=["less without", "less with"],
+)
+def test_where_copies_come_late_and_both_fit_the_cheaper_plan_counts(
+    parents, costs_ns, sizes, limit, swaps, without_ns
+):
+    """Of what each is made, in how long, and its size; needed in reverse, 10 ns apart. Both plans replay."""
+    ops = [
+        an_op(100 + v, [99 if made_of is None else made_of], [v], cost_ns=costs_ns[v], replayable=made_of is not None)
+        for v, made_of in enumerate(parents)
+    ]
+    count = len(parents)
+    saves, needs = [(v, 10 * v, v + 1) for v in range(count)], [(count - 1 - p, 1000 + 10 * p) for p in range(count)]
+    releases, kinds = [(v, count - v) for v in range(count)], {99: Kind.PARAMETER}
+    graph = build_graph(a_log(ops, dict(enumerate(sizes)) | {99: 0}, saves, needs, releases, 3000, kinds), 0)
+    link = Link(1e9, 1e9)
+    made = plan(graph, limit, link=link)
+    found = forecast(graph, made.actions, link)
+    without = forecast(graph, plan(graph, limit, (KEEP, RECOMPUTE), link=link).actions, link)
+    assert without.cost_ns == without_ns
+    assert max(found.peak_bytes, without.peak_bytes) <= limit
+    assert (SWAP in made.actions, found.late_ns > 0) == (swaps, swaps)
+    assert found.cost_ns < without_ns if swaps else found.cost_ns == without_ns
+
+
+def test_a_plan_without_swaps_that_fits_counts_more_than_a_cheaper_one_that_does_not():
+    graph, link = read_by_replays(c_ns=500), Link(1e9, 1e9)
+    made = plan(graph, 210, link=link)
+    assert SWAP not in made.actions
+    assert (made.peak_bytes, made.replay_ns) == (200, 502)
 
 
 def one_large_and_ten_small() -> StepGraph:
