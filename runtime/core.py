@@ -179,15 +179,6 @@ class Core(Entrance):
         """Whether something may be made again, which a write could spoil."""
         return bool(self.engine.ledger.ops) or self.noted.any
 
-    @property
-    def minds_backward(self) -> bool:
-        """Whether the ops of backward have to be seen. A hook of a parameter may write in one step and not in another.
-        They must not be where something is left to autograd alone, of whose needs nobody hears: some formulas compute
-        differently under a dispatch mode (rule 17)."""
-        if self.engine.learner.alone:
-            return False
-        return self.engine.minds_backward or self.persistent.hooked()
-
     def recorded(self, op: OpInfo, recipe: Recipe | None, untimed: Any) -> None:
         """An op ran. `untimed`: the token that will say later how long that took; None if that is known."""
         for record in op.outputs:

@@ -140,7 +140,7 @@ class Switch:
         """Whether the backward that begins writes into nothing that is needed still, as far as anybody can tell."""
         if self._on != [self._recorder] or _get_current_dispatch_mode() is not self._recorder:
             return False
-        return not self._core.minds_backward
+        return not self._core.engine.minds_backward(self._core.persistent.hooked)
 
     @contextmanager
     def _unseen_backward(self) -> Iterator[None]:
