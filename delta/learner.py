@@ -27,6 +27,7 @@ MOST_OPS = 3 * LONGEST  # ops of a step that is still followed, or between two s
 AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
 NOTHING = Beside()
 NO_STRAYS: Mapping[int, Action] = {}
+OFTEN = 2  # so many steps running that leave their routine are no accident: the next one is recorded whole
 NOBODY_S = -1  # in place of the record of what nobody was told of
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
@@ -450,7 +451,11 @@ class Learner:
             known = profile.routine
             if known is None or (known.noted and not notes):
                 return None
+            if self.routine is None:
+                known.left += 1
+                return known if known.left < OFTEN else None
             known.followed += 1
+            known.left = 0
             return known
         if not self.selective or profile.refined < REFINEMENTS or profile.plan is None:
             return None

@@ -12,7 +12,7 @@ The ledger counts, it does not decide: `engine.py` decides. It knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 
 from delta.record import Host, LedgerError, Record
@@ -347,24 +347,34 @@ class Ledger:
         """The merely alive records a replay of `record` would start from; None where it cannot start at all."""
         if not self.dead_ends:  # every chain ends at something Delta has
             return [] if self._replayable(self.records[record]) else None
-        seen: set[int] = set()
-        loose: list[int] = []
+        roots: set[int] = set()
+        while True:
+            dead_end, readers = self._dead_end(record, roots)
+            if dead_end is None:
+                return [root for root in readers if root in roots]
+            while not grasp or dead_end == record or not self.records[dead_end].alive:
+                if dead_end == record:
+                    return None
+                dead_end = readers[dead_end]
+            roots.add(dead_end)
+
+    def _dead_end(self, record: int, roots: Container[int]) -> tuple[int | None, dict[int, int]]:
+        """The first record that a replay of `record` would come to which is not there, is none of `roots` and cannot
+        be made; by record that it comes to, the one that it is read for."""
+        readers = {record: record}
         todo = [record]
         while todo:
             current = todo.pop()
+            if current in roots:
+                continue
             op = self.maker(self.records[current])
             if op is None or not op.replayable or (current != record and self.records[current].is_root):
-                if not grasp or current == record or not self.records[current].alive:
-                    return None
-                loose.append(current)
-                continue
-            if op.id in seen:
-                continue
-            seen.add(op.id)
+                return current, readers
             for source in op.inputs:
-                if not self.records[source].available:
+                if source not in readers and not self.records[source].available:
+                    readers[source] = current
                     todo.append(source)
-        return list(dict.fromkeys(loose))
+        return None, readers
 
     def not_counted_bytes(self, records: Iterable[int]) -> int:
         """What is there of these, and counts as soon as it is held."""

@@ -48,6 +48,7 @@ class Routine:
         "coming_bytes",
         "dropped",
         "followed",
+        "left",
         "noted",
         "orders",
         "read",
@@ -86,6 +87,7 @@ class Routine:
         self.coming_bytes = coming_bytes
         self.alone = alone
         self.followed = 0  # steps that have gone so
+        self.left = 0  # the last ones that began so and then went otherwise
         self.restart()
 
     def restart(self) -> None:

@@ -279,8 +279,30 @@ def test_recoverable_needs_a_root_delta_has():
 def test_a_dead_root_makes_everything_after_it_unrecoverable():
     ledger = a_chain([1, 1, 1])
     dropped(ledger, 0)
+    assert not ledger.recoverable(1, grasp=True)
+    assert ledger.anchors(1) is None
+    dropped(ledger, 1)
     assert not ledger.recoverable(2, grasp=True)
     assert ledger.anchors(2) is None
+
+
+def test_what_is_alive_after_a_dead_root_is_root_enough():
+    """A mask that every layer reads, made from a number that has gone."""
+    ledger = a_chain([1, 1, 1, 1])
+    dropped(ledger, 0)
+    assert not ledger.recoverable(3)
+    assert ledger.anchors(3) == [1], "the one next to what has gone: it takes the place of that"
+    dropped(ledger, 1)
+    assert ledger.anchors(3) == [2]
+
+
+def test_a_root_that_is_not_reached_any_more_is_none():
+    """4 = h(3), 3 = g(1, 2), 1 = f(0): 0 has gone, and 2 that no op made is alive. 3 is alive, 1 is not."""
+    ops = [an_op(100, [0], [1]), an_op(101, [1, 2], [3]), an_op(102, [3], [4])]
+    ledger = a_ledger([1] * 5, ops)
+    dropped(ledger, 0)
+    dropped(ledger, 1)
+    assert ledger.anchors(4) == [3]
 
 
 def test_the_nearest_available_ancestor_is_root_enough():

@@ -205,6 +205,22 @@ def test_once_is_too_often_in_a_step_that_left_its_routine(learner):
     assert [follow(learner, "a", strays={0: SWAP}), follow(learner, "a"), follow(learner, "a")] == [False, False, True]
 
 
+def test_a_routine_that_two_steps_running_leave_midway_is_learned_anew(learner):
+    """The program does otherwise from now on: were the routine kept, no step would ever be recorded whole again."""
+    for _ in range(SHORT):
+        follow(learner, "a")
+    ways: list[bool] = []
+    for left in (True, False, True, True, False, False):
+        known = learner.routine
+        ways.append(known is not None)
+        if left and known is not None:
+            assert known.way(intern("a0")) is Way.PASS
+            learner.leave_routine()
+            learner.begin(recording=True)
+        follow(learner, "a")
+    assert ways == [True, True, True, True, False, True]
+
+
 def test_a_step_is_timed_if_it_is_the_first_of_all_or_refines_a_plan(learner):
     """Not the first of each kind: there may be no two alike."""
     timed = []
