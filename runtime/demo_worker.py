@@ -5,6 +5,8 @@
     {"mode": "plain", ...}      -> {"ready": true}
     {"do": "step", "index": 0}  -> {"time_ns": ..., "loss": "0x1.6p+2", "gradients": "<sha256>"}
     {"do": "plain step", "index": 8}  -> the same of a plain training beside this one, in the same process
+    {"do": "row", "index": 9, "steps": 4}  -> {"time_ns": ...}, of one of these steps, which nobody waits for
+    {"do": "plain row", ...}    -> the same of the plain training
     {"do": "finish"}            -> {"parameters": "<sha256>", "peak_rss_bytes": ..., ...}
 
 A step with ``"count": true`` is slower, and answers with ``"counted_peak_bytes"``, too: the peak of saved activations
@@ -21,8 +23,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
@@ -113,7 +115,7 @@ class Trainer:
     def step(self, index: int, count: bool = False, allocated: bool = False) -> dict[str, Any]:
         """One training step. Timed: forward, backward, optimizer; not timed: making the batch, hashing."""
         batch = self._batch(index)
-        torch.manual_seed(self._spec.seed * 1_000_003 + index)  # every way drops out the same
+        self._seed(index)
         counter = self._counter() if count else None
         profiler = AllocatedBytes() if allocated and self._spec.device == "cpu" else None
         standing = standing_bytes(self._model, self._optimizer)
@@ -146,14 +148,29 @@ class Trainer:
             answer["allocated_peak_bytes"] = standing + profiler.peak_bytes
         return answer
 
-    def plain_step(self, index: int) -> dict[str, Any]:
-        """The same step of a plain training beside this one, which it does not touch."""
+    def row(self, index: int, steps: int) -> dict[str, Any]:
+        """Steps one after the other, the card waited for at the end only, as where a training reads no number in
+        between; their batches are fetched from pinned memory. How long one takes."""
+        batches = [self._task.batch(index + step) for step in range(steps)]
+        if self._device_type == "cuda":
+            batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
+        began_ns = self._now_ns()
+        for step, batch in enumerate(batches, index):
+            self._seed(step)
+            self._pass(tuple(tensor.to(self._spec.device, non_blocking=True) for tensor in batch))
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return {"time_ns": (self._now_ns() - began_ns) // steps}
+
+    @contextmanager
+    def beside(self) -> "Iterator[Trainer]":
+        """A plain training beside this one, which it does not touch."""
         run = cast(Any, self._run)
         with nullcontext() if run is None else run._paused():
             if self._plain is None:
                 self._peaks = self._read_peaks()
                 self._plain = Trainer(replace(self._spec, mode="plain", budget=None, timeline=None, trace=None))
-            return self._plain.step(index)
+            yield self._plain
 
     def settle(self) -> None:
         """Wait for a search for a better plan."""
@@ -193,6 +210,9 @@ class Trainer:
         with SavedBytes(self._model) as saved:
             self._pass(self._batch(0))
         return saved.peak_bytes
+
+    def _seed(self, index: int) -> None:
+        torch.manual_seed(self._spec.seed * 1_000_003 + index)  # every way drops out the same
 
     def _batch(self, index: int) -> tuple[Tensor, ...]:
         return tuple(tensor.to(self._spec.device) for tensor in self._task.batch(index))
@@ -304,7 +324,13 @@ def serve(lines: Iterable[str], answers: TextIO) -> None:
                     if request.get("settle"):
                         trainer.settle()
                 case "plain step" if trainer is not None:
-                    answer = trainer.plain_step(request["index"])
+                    with trainer.beside() as plain:
+                        answer = plain.step(request["index"])
+                case "row" if trainer is not None:
+                    answer = trainer.row(request["index"], request["steps"])
+                case "plain row" if trainer is not None:
+                    with trainer.beside() as plain:
+                        answer = plain.row(request["index"], request["steps"])
                 case "finish" if trainer is not None:
                     answer = trainer.finish()
                 case _:

@@ -7,7 +7,7 @@ are taken before there is a plain training beside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,20 @@ STEPS_BEFORE = 8
 SETTLING_STEPS = (3, 4)
 COUNTED_STEPS = (0, 6)  # Delta's first, and one that is planned; what is allocated is counted in the latter
 _WARM_UP_STEPS = 2  # of the plain training beside
+ROWS, ROW_STEPS = 3, 4  # after the timed steps: rows of steps that nobody waits for, and of how many each
 
 Answer = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a process answered: to every step of its own, to the plain steps beside the timed ones, to the end."""
+    """What a process answered: to every step of its own, to the plain steps beside the timed ones, to rows of steps of
+    either kind, to the end."""
 
     steps: list[Answer] = field(default_factory=list)
     beside: list[Answer] = field(default_factory=list)
+    rows: list[Answer] = field(default_factory=list)
+    rows_beside: list[Answer] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -39,7 +43,12 @@ class Trained:
     def ratios(self, time: str) -> list[float]:
         """Of each timed step's time to that of the plain step beside it. A machine that becomes slower halfway moves
         the median of either side by itself, but not that of these."""
-        return [mine[time] / plain[time] for mine, plain in zip(self.timed, self.beside, strict=True)]
+        return _ratios(self.timed, self.beside, time)
+
+    @property
+    def row_ratios(self) -> list[float]:
+        """The same of rows of steps."""
+        return _ratios(self.rows, self.rows_beside, "time_ns")
 
     @property
     def counted_peak_bytes(self) -> int | None:
@@ -54,8 +63,13 @@ class Trained:
         return nbytes
 
 
-def train(spec: Spec, timed_steps: int) -> Trained:
-    """Train in a process, with a plain training beside the timed steps unless this one is plain itself.
+def _ratios(mine: Sequence[Answer], plain: Sequence[Answer], time: str) -> list[float]:
+    return [one[time] / other[time] for one, other in zip(mine, plain, strict=True)]
+
+
+def train(spec: Spec, timed_steps: int, rows: int = 0) -> Trained:
+    """Train in a process, with a plain training beside the timed steps, and beside `rows` of more steps after them,
+    unless this one is plain itself.
 
     Raises DeltaError if the process fails.
     """
@@ -69,12 +83,23 @@ def train(spec: Spec, timed_steps: int) -> Trained:
         paired = spec.mode != "plain"
         for index in range(STEPS_BEFORE - _WARM_UP_STEPS, STEPS_BEFORE) if paired else ():
             worker.ask({"do": "plain step", "index": index})
+        in_turns = _InTurns(worker, paired)
         for index in range(STEPS_BEFORE, STEPS_BEFORE + timed_steps):
-            turns = ["step", "plain step"] if paired else ["step"]
-            if index % 2 == 0:  # each round begins with the other
-                turns.reverse()
-            for do in turns:
-                answers = found.steps if do == "step" else found.beside
-                answers.append(worker.ask({"do": do, "index": index}))
+            in_turns.ask({"do": "step", "index": index}, found.steps, found.beside)
+        for index in range(STEPS_BEFORE + timed_steps, STEPS_BEFORE + timed_steps + rows * ROW_STEPS, ROW_STEPS):
+            in_turns.ask({"do": "row", "index": index, "steps": ROW_STEPS}, found.rows, found.rows_beside)
         found.end.update(worker.ask({"do": "finish"}))
     return found
+
+
+class _InTurns:
+    """Asks for something of a training, and of the plain one beside it if there is one; who is first changes."""
+
+    def __init__(self, worker: WorkerProcess, paired: bool) -> None:
+        self._worker, self._paired, self._plain_first = worker, paired, True
+
+    def ask(self, request: Mapping[str, Any], mine: list[Answer], plain: list[Answer]) -> None:
+        turns = [(request, mine), ({**request, "do": f"plain {request['do']}"}, plain)][: 1 + self._paired]
+        for asked, answers in reversed(turns) if self._plain_first else turns:
+            answers.append(self._worker.ask(asked))
+        self._plain_first = not self._plain_first

@@ -63,6 +63,8 @@ class FakeWorker(NoProcess):
             return end | {"rss_method": "m", "report": report if delta_side else None, "counted_peak_bytes": 9999}
         if self.told.mode == "save_on_cpu" and request["index"] == 3:
             raise DeltaError("killed\nin pieces")
+        if "row" in request["do"]:
+            return {"time_ns": 100 if request["do"] == "plain row" else FACTORS.get(self.name, 100)}
         counted, plain = request.get("count"), request["do"] == "plain step"
         time_ns = 1 if counted else (100 if plain else FACTORS.get(self.name, 100)) * (request["index"] + 1)
         answer: dict[str, Any] = {"time_ns": time_ns, "passes_ns": time_ns // 2, "loss": "0x1p+0", "gradients": "g"}

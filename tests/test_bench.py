@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_fakes import TINY, FakeWorker, install, measured_with_fakes, row, spec, with_row
+from bench_fakes import FACTORS, TINY, FakeWorker, install, measured_with_fakes, row, spec, with_row
 from typer.testing import CliRunner
 
 from delta.errors import DeltaError
@@ -108,6 +108,18 @@ def test_only_the_last_budget_writes_a_timeline(fake_processes: None, monkeypatc
     measure(TINY, "byte-gpt", timeline=Path("t.jsonl"))
     assert [spec.activations for spec in told if spec.timeline == "t.jsonl"] == ["40%"]
     assert all(spec.overrides == {"filter.min_bytes": 0} for spec in told)
+
+
+def test_rows_of_steps_are_trained_on_cuda(fake_processes: None) -> None:
+    """A CPU has done what it was given when it is given more."""
+    found = measure(replace(TINY, device="cuda"), "byte-gpt")
+    assert {row.way: row.row_ratio for row in found.rows if row.way in FACTORS} == {
+        "plain": 1.0,
+        "checkpoint": 1.3,
+        "delta 100%": 1.1,
+        "delta 40%": 1.2,
+    }
+    assert {row.row_ratio for row in measure(TINY, "byte-gpt").rows} == {None}
 
 
 # --- the figures ------------------------------------------------------------------------------------------------------

@@ -43,6 +43,12 @@ def test_what_the_host_takes_is_shown_where_somebody_measured_it(measured: Bench
     assert "launched: how long the host" in told and "211 ms" in told
 
 
+def test_rows_of_steps_are_shown_where_there_are_any(measured: BenchResult) -> None:
+    assert "in a row" not in text(measured)
+    told = text(with_row(measured, "delta 40%", row_ratio=1.125))
+    assert "in a row: the ratio" in told and "1.125" in told
+
+
 RESERVED = "reserved at most 1.05 of allocated, or as much of it as plain's"
 
 # --- goals ------------------------------------------------------------------------------------------------------------

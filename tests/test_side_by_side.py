@@ -14,7 +14,7 @@ from torch import nn
 import delta
 from delta.runtime import side_by_side
 from delta.runtime.demo_worker import Spec, Trainer, serve
-from delta.runtime.side_by_side import COUNTED_STEPS, SETTLING_STEPS, STEPS_BEFORE, Trained, train
+from delta.runtime.side_by_side import COUNTED_STEPS, ROW_STEPS, SETTLING_STEPS, STEPS_BEFORE, Trained, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -54,6 +54,39 @@ def test_timed_steps_are_in_turns_with_plain_ones_and_each_round_begins_with_the
     assert [one["number"] for one in found.beside] == [10, 13, 14]
     assert noting.asked[-1] == {"do": "finish"} and found.end["number"] == 16
     assert found.counted_peak_bytes == 7 and found.allocated_peak_bytes is None
+
+
+def test_rows_come_after_the_timed_steps_in_turns_with_plain_ones(noting: type[Noting]) -> None:
+    found = train(DELTA, 1, rows=2)
+    asked = [(one["do"], one["index"], one["steps"]) for one in noting.asked if "steps" in one]
+    first, second = STEPS_BEFORE + 1, STEPS_BEFORE + 1 + ROW_STEPS
+    assert asked == [
+        ("row", first, ROW_STEPS),
+        ("plain row", first, ROW_STEPS),
+        ("plain row", second, ROW_STEPS),
+        ("row", second, ROW_STEPS),
+    ]
+    rows, beside = [[one["number"] for one in answers] for answers in (found.rows, found.rows_beside)]
+    assert (rows, beside) == ([12, 15], [13, 14])
+    assert not train(spec(), 1, rows=2).rows_beside and len(train(spec(), 1, rows=2).rows) == 2
+
+
+def test_rows_have_ratios_of_their_own() -> None:
+    rows, beside = [{"time_ns": 12}, {"time_ns": 30}], [{"time_ns": 10}, {"time_ns": 20}]
+    assert Trained(rows=rows, rows_beside=beside).row_ratios == [1.2, 1.5]
+
+
+def test_a_row_of_steps_trains_as_these_steps_do() -> None:
+    """Either kind: the same batches, the same numbers drawn."""
+    beside = converse(DELTA, {"do": "row", "index": 0, "steps": 3}, {"do": "finish"})
+    alone = converse(DELTA, *({"do": "step", "index": index} for index in range(3)), {"do": "finish"})
+    assert beside[0]["time_ns"] > 0
+    assert beside[-1]["parameters"] == alone[-1]["parameters"]
+    trainer = Trainer(DELTA)
+    with trainer.beside() as plain:
+        plain.row(0, 3)
+        assert plain.finish()["parameters"] == alone[-1]["parameters"]
+    trainer.close()
 
 
 def test_plain_has_nothing_beside_it(noting: type[Noting]) -> None:
@@ -105,8 +138,9 @@ def test_peaks_are_those_of_before_the_plain_training(monkeypatch: pytest.Monkey
     resident = iter([100, 900])
     monkeypatch.setattr("delta.runtime.demo_measure.ResidentPeak.read", lambda _: next(resident))
     trainer.step(0)
-    trainer.plain_step(0)
-    trainer.plain_step(1)
+    for index in range(2):
+        with trainer.beside() as plain:
+            plain.step(index)
     assert trainer.finish()["peak_rss_bytes"] == 100
 
 

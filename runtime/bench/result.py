@@ -16,7 +16,8 @@ DELTA = "delta "  # how the names of its ways begin
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """The figures of one way. A ratio is over plain; that of times is the median of those of single steps, each to the
-    plain step beside it, and ``least`` and ``most`` are their range.
+    plain step beside it, and ``least`` and ``most`` are their range; ``row_ratio`` that of rows of steps that nobody
+    waits for, on CUDA.
 
     Peaks: ``counted_peak_bytes`` of saved activations on the device, counted outside of Delta in the first step and in
     a planned one; ``peak_allocated_bytes`` of all that was allocated, by CUDA's allocator in all steps before the timed
@@ -35,6 +36,7 @@ class Row:
     peak_rss_bytes: int
     rss_ratio: float
     floor_ratio: float | None = None
+    row_ratio: float | None = None
     counted_peak_bytes: int | None = None
     activation_ratio: float | None = None
     peak_allocated_bytes: int | None = None
