@@ -15,7 +15,7 @@ it answers with ``"allocated_peak_bytes"``: all that was allocated on a CPU, as 
 answers with ``"host_ns"``, too: how long the host took for forward and backward, the card's work not waited for. An
 error is answered with ``{"error": "<text>"}``, memory that ran out with ``{"out_of_memory": "<text>"}``. Between
 lines the process sleeps in a read, so the sides can take turns on the same cores. Peaks of memory are those of the time
-before the first plain step beside.
+before the first plain step beside, or row.
 """
 
 import json
@@ -110,7 +110,7 @@ class Trainer:
         self._resident = ResidentPeak()
         self._host_peak_bytes: int | None = None
         self._plain: Trainer | None = None
-        self._peaks: dict[str, int | None] | None = None  # those before `_plain`
+        self._peaks: dict[str, int | None] | None = None  # those before `_plain`, and before a row
 
     def step(self, index: int, count: bool = False, allocated: bool = False) -> dict[str, Any]:
         """One training step. Timed: forward, backward, optimizer; not timed: making the batch, hashing."""
@@ -151,6 +151,7 @@ class Trainer:
     def row(self, index: int, steps: int) -> dict[str, Any]:
         """Steps one after the other, the card waited for at the end only, as where a training reads no number in
         between; their batches are fetched from pinned memory. How long one takes."""
+        self._note_peaks()
         batches = [self._task.batch(index + step) for step in range(steps)]
         if self._device_type == "cuda":
             batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
@@ -168,7 +169,7 @@ class Trainer:
         run = cast(Any, self._run)
         with nullcontext() if run is None else run._paused():
             if self._plain is None:
-                self._peaks = self._read_peaks()
+                self._note_peaks()
                 self._plain = Trainer(replace(self._spec, mode="plain", budget=None, timeline=None, trace=None))
             yield self._plain
 
@@ -191,7 +192,7 @@ class Trainer:
         answer: dict[str, Any] = {
             "start_rss_bytes": self._resident.start_bytes,
             "rss_method": self._resident.method,
-            **(self._peaks or self._read_peaks()),
+            **self._note_peaks(),
             "parameters": digest(self._model.parameters()),
             "report": None if self._run is None else self._run.report().as_dict(),
             "counted_peak_bytes": None,
@@ -233,6 +234,11 @@ class Trainer:
     @property
     def _device_type(self) -> str:
         return torch.device(self._spec.device).type
+
+    def _note_peaks(self) -> dict[str, int | None]:
+        """The peaks up to the first time that somebody asks."""
+        self._peaks = self._peaks or self._read_peaks()
+        return self._peaks
 
     def _read_peaks(self) -> dict[str, int | None]:
         """Peaks of resident memory, of the allocator, and of host memory that holds what was moved there; None where

@@ -1,7 +1,7 @@
 """A plain training beside another in one process: who does which step, and that neither touches the other."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from io import StringIO
 from typing import Any
@@ -133,14 +133,21 @@ def test_neither_training_touches_the_other() -> None:
     assert end["report"]["evictions"] and end_of_both["report"]["evictions"]
 
 
-def test_peaks_are_those_of_before_the_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def beside(trainer: Trainer) -> None:
+    with trainer.beside() as plain:
+        plain.step(0)
+
+
+@pytest.mark.parametrize("then", [beside, lambda trainer: trainer.row(1, 1)], ids=["beside", "row"])
+def test_peaks_are_those_of_before_the_plain_training_and_rows(
+    then: Callable[[Trainer], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = Trainer(DELTA)
     resident = iter([100, 900])
     monkeypatch.setattr("delta.runtime.demo_measure.ResidentPeak.read", lambda _: next(resident))
     trainer.step(0)
-    for index in range(2):
-        with trainer.beside() as plain:
-            plain.step(index)
+    then(trainer)
+    beside(trainer)
     assert trainer.finish()["peak_rss_bytes"] == 100
 
 
