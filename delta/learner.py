@@ -437,7 +437,7 @@ class Learner:
         before, profile.strays = profile.strays, dict(strays)
         if not strays or not (before or over or self.routine is None):
             return True
-        if before != strays or min(strays) < 0 or profile.plan is None or self.amend is None:
+        if before.keys() != strays.keys() or min(strays) < 0 or profile.plan is None or self.amend is None:
             return False
         known, amended = profile.plan, self.amend(profile.plan, profile.graph, strays)
         if amended is not None:

@@ -257,6 +257,17 @@ def test_what_goes_beside_the_plan_in_two_steps_running_becomes_part_of_it(learn
     assert profile.routine is not None and profile.routine.ways == [P, R, P]
 
 
+def test_of_what_goes_beside_the_plan_it_matters_which_and_not_how(learner):
+    """Two ways may cost about the same, now one less and now the other."""
+    learner.amend = amend
+    for _ in range(SHORT):
+        follow(learner, "a")
+    for action in (RECOMPUTE, SWAP):
+        follow(learner, "a", strays={1: action, 2: RECOMPUTE})
+    profile = learner.profiles[0]
+    assert profile.plan is not None and profile.plan.actions[1:] == (SWAP, RECOMPUTE)
+
+
 def test_what_went_beside_another_plan_is_forgotten(learner):
     learner.amend = amend
     for _ in range(SHORT):
