@@ -76,8 +76,17 @@ def test_rows_have_ratios_of_their_own() -> None:
     assert Trained(rows=rows, rows_beside=beside).row_ratios == [1.2, 1.5]
 
 
+def test_a_row_draws_the_numbers_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, seeds = Trainer(spec()), list[int]()
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    for index in (5, 6):
+        trainer.step(index)
+    trainer.row(5, 2)
+    assert seeds[:2] == seeds[2:] and len(set(seeds)) == 2
+
+
 def test_a_row_of_steps_trains_as_these_steps_do() -> None:
-    """Either kind: the same batches, the same numbers drawn."""
+    """Either kind, on the same batches."""
     beside = converse(DELTA, {"do": "row", "index": 0, "steps": 3}, {"do": "finish"})
     alone = converse(DELTA, *({"do": "step", "index": index} for index in range(3)), {"do": "finish"})
     assert beside[0]["time_ns"] > 0
@@ -143,10 +152,11 @@ def test_peaks_are_those_of_before_the_plain_training_and_rows(
     then: Callable[[Trainer], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(DELTA)
-    resident = iter([100, 900])
-    monkeypatch.setattr("delta.runtime.demo_measure.ResidentPeak.read", lambda _: next(resident))
+    resident = [100]
+    monkeypatch.setattr("delta.runtime.demo_measure.ResidentPeak.read", lambda _: resident[0])
     trainer.step(0)
     then(trainer)
+    resident[0] = 900
     beside(trainer)
     assert trainer.finish()["peak_rss_bytes"] == 100
 
