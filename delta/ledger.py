@@ -12,7 +12,7 @@ The ledger counts, it does not decide: `engine.py` decides. It knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from delta.record import Host, LedgerError, Record
@@ -349,27 +349,32 @@ class Ledger:
             return [] if self._replayable(self.records[record]) else None
         roots: set[int] = set()
         while True:
-            dead_end, readers = self._dead_end(record, roots)
+            dead_end, readers = self._dead_end(record, grasp, roots)
             if dead_end is None:
                 return [root for root in readers if root in roots]
-            while not grasp or dead_end == record or not self.records[dead_end].alive:
-                if dead_end == record:
-                    return None
+            while dead_end != record and not (grasp and self.records[dead_end].alive):
                 dead_end = readers[dead_end]
+            if dead_end == record:
+                return None
             roots.add(dead_end)
 
-    def _dead_end(self, record: int, roots: Container[int]) -> tuple[int | None, dict[int, int]]:
-        """The first record that a replay of `record` would come to which is not there, is none of `roots` and cannot
-        be made; by record that it comes to, the one that it is read for."""
+    def _dead_end(self, record: int, grasp: bool, roots: set[int]) -> tuple[int | None, dict[int, int]]:
+        """The first record that a replay of `record` would come to which cannot be made and is not there. With `grasp`
+        what is alive there is, and becomes one of `roots`, at which the way ends. And by record that it comes to: the
+        one that it is read for."""
         readers = {record: record}
         todo = [record]
         while todo:
             current = todo.pop()
             if current in roots:
                 continue
-            op = self.maker(self.records[current])
-            if op is None or not op.replayable or (current != record and self.records[current].is_root):
-                return current, readers
+            rec = self.records[current]
+            op = self.maker(rec)
+            if op is None or not op.replayable or (current != record and rec.is_root):
+                if not grasp or current == record or not rec.alive:
+                    return current, readers
+                roots.add(current)
+                continue
             for source in op.inputs:
                 if source not in readers and not self.records[source].available:
                     readers[source] = current
