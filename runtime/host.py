@@ -75,17 +75,18 @@ class PinnedPool:
         """Bytes pinned, in use or not."""
         return sum(slab.nbytes for slab in list(self._slabs))
 
+    def find(self, nbytes: int) -> Piece | None:
+        """Room for ``nbytes`` in a slab that is there; None where none has it."""
+        with self._lock:
+            return self._find(nbytes)
+
     def take(self, nbytes: int) -> Piece:
         """Room for ``nbytes``, pinning a new slab if none has it. HostFullError when the limit or the system does not
         allow that.
         """
         with self._lock:
-            if self._closed:
-                raise SwapError("the pinned pool is closed: the session it belonged to has given its host room back")
-            for slab in self._slabs:
-                if (extent := slab.room.allocate(nbytes)) is not None:
-                    slab.idle = False
-                    return _piece(slab, extent, nbytes)
+            if (piece := self._find(nbytes)) is not None:
+                return piece
             slab = self._new_slab(nbytes)
             extent = slab.room.allocate(nbytes)
             assert extent is not None
@@ -117,6 +118,15 @@ class PinnedPool:
             slabs, self._slabs = self._slabs, []
         for slab in slabs:
             slab.release()
+
+    def _find(self, nbytes: int) -> Piece | None:
+        if self._closed:
+            raise SwapError("the pinned pool is closed: the session it belonged to has given its host room back")
+        for slab in self._slabs:
+            if (extent := slab.room.allocate(nbytes)) is not None:
+                slab.idle = False
+                return _piece(slab, extent, nbytes)
+        return None
 
     def _new_slab(self, nbytes: int) -> Slab:
         wanted = round_up(max(nbytes, 1), PAGE_BYTES)

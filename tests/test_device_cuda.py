@@ -250,8 +250,36 @@ def test_what_pinned_memory_cannot_hold_goes_to_the_file(card: SimulatedCard, sp
     assert card.slabs == 0
 
 
-def test_room_that_was_given_back_is_waited_for(card: SimulatedCard) -> None:
-    """The host works ahead of the card: it gives room back that a copy is still to read."""
+@pytest.mark.parametrize("seed", range(10))
+def test_room_that_was_given_back_is_used_again_at_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host works ahead of the card, by a whole step where nobody waits for it, and gives room back that a copy is
+    still to read. The copy out that gets it comes after that one on the card: the host waits for nothing, and no more
+    is pinned."""
+    card = SimulatedCard(seed=seed)
+    device = CudaDevice(card, HostConfig(limit=Bytes(3 * 4096)))
+    stays = device.copy_out(filled(4096, 77))
+    backs = []
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(card.random, "randrange", lambda *_: 0)  # the card comes to none of it
+        for value in range(8):
+            out = device.copy_out(filled(4096, value))
+            backs.append(device.copy_in(out.block))
+            device.free(out.block)
+        assert card.ran == []
+    assert card.slabs == 1
+    for value, back in enumerate(backs):
+        device.wait(back)
+        card.settle()
+        assert all_are(back.storage, value)
+    assert all_are(brought_back(card, device, stays), 77)
+    device.free(stays.block)
+    device.trim()
+    assert device.host_bytes() == 0
+    device.close()
+    assert card.slabs == 0
+
+
+def test_room_that_somebody_will_still_read_is_not(card: SimulatedCard) -> None:
     device = CudaDevice(card, HostConfig(limit=Bytes(8192)))
     first = device.copy_out(filled(8192, 1))
     device.wait(first)

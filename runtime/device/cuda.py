@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -330,14 +329,26 @@ class CudaDevice:
         self._flights[ticket.direction].append(ticket.flight)
 
     def _room_for(self, nbytes: int) -> Piece:
-        """Pinned memory. Some that was given back may be in use by copies that the card has not come to yet: if that is
-        what is missing, wait for them.
+        """Pinned memory for a copy out. Some that was given back may be in use by copies that the card has not come to
+        yet, of a whole step where nobody waits for it: the copy out is made to come after them, and has it. To pin more
+        takes the host 70 ms for 0.4 GB (H200).
         """
-        with suppress(HostFullError):
-            return self._pool.take(nbytes)
-        if any(flight.block.freed for flight in self._under_way()):
-            self._land_all()
+        if (piece := self._pool.find(nbytes)) is not None:
+            return piece
+        for flight in self._under_way():
+            if flight.block.freed and not flight.block.returned:
+                self._order_after(flight.block)
+                self._book.hand_on(flight.block)
+                if (piece := self._pool.find(nbytes)) is not None:
+                    return piece
         return self._pool.take(nbytes)
+
+    def _order_after(self, block: HostBlock) -> None:
+        """What is copied out from here on comes after all copies from and to the block."""
+        with self._lock:
+            for flight in self._flights["in"]:
+                if flight.block is block:
+                    self._streams["out"].wait_event(flight.end)
 
     def _under_way(self) -> list[_Flight]:
         with self._lock:
