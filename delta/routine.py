@@ -38,19 +38,20 @@ class Routine:
 
     __slots__ = (
         "_asked",
-        "_at",
         "_before",
         "_calls",
         "_costs_ns",
-        "_made_bytes",
         "_optional",
         "alone",
+        "calls",
         "coming_bytes",
         "dropped",
         "followed",
         "left",
+        "made_bytes",
         "noted",
         "orders",
+        "passing",
         "read",
         "ways",
     )
@@ -77,10 +78,14 @@ class Routine:
         `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
         these the `optional` ones, by their position, may stay away. `coming_bytes`: by save order, what there has to
         be room for when it has been saved (`room_for_next`). `alone`: what is left to autograd. `made_bytes`: by op, of
-        the storage that it makes; 0 where that does not count, or there are others."""
+        the storage that it makes; 0 where that does not count, or there are others.
+
+        Looked up for each call by their position, without a call of Python: `calls` have come, `made_bytes` are what
+        the next one makes, and if it is what `passing` has there, nothing need be done for it but to count it."""
         self._calls = [call for call, _ in calls]
         self._costs_ns = [costs_ns[op] if 0 <= op < len(costs_ns) else None for _, op in calls]
-        self._made_bytes = [made_bytes[op] if 0 <= op < len(made_bytes) else 0 for _, op in calls]
+        self.made_bytes = [made_bytes[op] if 0 <= op < len(made_bytes) else 0 for _, op in calls]
+        self.passing: list[object | None] = [None] * (len(calls) + 1)  # after the last one any is another
         self._before, self._optional = before, frozenset(optional)
         self.ways = list(ways)
         self.orders, self.dropped, self.read, self.noted = orders, frozenset(dropped), frozenset(read), frozenset(noted)
@@ -92,33 +97,28 @@ class Routine:
 
     def restart(self) -> None:
         """The next step begins."""
-        self._at = 0
+        self.calls = 0
         self._asked: int | None = None
-
-    @property
-    def calls(self) -> int:
-        """How many have come."""
-        return self._at
 
     @property
     def all_saved(self) -> bool:
         """Whether all have that come before the last save of a step in which something is left alone. Others may come
         after backward has begun, and before it goes on."""
-        return self.alone is not None and self.alone.saves_before(self._at + 1) == self.alone.saves_before(None)
+        return self.alone is not None and self.alone.saves_before(self.calls + 1) == self.alone.saves_before(None)
 
     @property
     def begun(self) -> bool:
-        return self._at > 0
+        return self.calls > 0
 
     def way(self, call: object) -> Way | None:
         """The way of the next call; None where another one was expected."""
-        at = self._at
+        at = self.calls
         while at == len(self._calls) or self._calls[at] is not call:
             if at >= self._before or at not in self._optional:
                 self._asked = None
                 return None
             at += 1
-        self._at, self._asked = at + 1, at
+        self.calls, self._asked = at + 1, at
         return self.ways[at]
 
     @property
@@ -126,10 +126,10 @@ class Routine:
         """How long the call that `way` was last asked about takes, as far as it is known."""
         return self._costs_ns[self._asked] if self._asked is not None else None
 
-    @property
-    def made_bytes(self) -> int:
-        """Of the storage that the call makes which `way` was last asked about; 0 where nobody can tell."""
-        return self._made_bytes[self._asked] if self._asked is not None else 0
+    def passed(self) -> None:
+        """Nothing need be done for the call that `way` was last asked about, in this step or in later ones."""
+        if self._asked is not None:
+            self.passing[self._asked] = self._calls[self._asked]
 
 
 def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -> Routine:

@@ -75,6 +75,8 @@ class OpFacts:
     `unfilled`: it gives memory that somebody has to fill.
 
     `in_place`: of an element-wise op, the overload that does the same into its first argument.
+
+    `plain`: it writes nothing, and on any device gives what its arguments alone say.
     """
 
     name: str
@@ -93,6 +95,7 @@ class OpFacts:
     writes_lists: bool  # of tensors, into which PyTorch counts no writes under a dispatch mode
     idle: bool  # a view, or it gives no tensor at all (a number, a mark for the profiler) and writes none
     writes: bool
+    plain: bool
 
     def replays_on(self, kind: str, args: Sequence[Any]) -> bool:
         """Whether this call on a device of that `kind` gives the same bits again, as PyTorch is set now."""
@@ -158,14 +161,15 @@ def _facts(func: OpOverload) -> OpFacts:
         and torch.Tag.data_dependent_output not in tags
         and torch.Tag.nondeterministic_bitwise not in tags
     )
+    in_any_order = short in _UNORDERED_ON_CUDA or ("_backward" in short and torch.Tag.pointwise not in tags)
+    cudnn_chooses = func.namespace == "aten" and short in _CUDNN_CHOOSES
+    seeded, writes = torch.Tag.nondeterministic_seeded in tags, bool(mutates or statistics)
     return OpFacts(
         name=f"{func.namespace}.{short}",
         replayable=may,
-        replayable_on_cuda=may
-        and short not in _UNORDERED_ON_CUDA
-        and ("_backward" not in short or torch.Tag.pointwise in tags),
-        cudnn_chooses=func.namespace == "aten" and short in _CUDNN_CHOOSES,
-        seeded=torch.Tag.nondeterministic_seeded in tags,
+        replayable_on_cuda=may and not in_any_order,
+        cudnn_chooses=cudnn_chooses,
+        seeded=seeded,
         mutates=tuple(mutates),
         statistics=statistics,
         training=names.index("training") if statistics and "training" in names else None,
@@ -180,7 +184,8 @@ def _facts(func: OpOverload) -> OpFacts:
             for argument in schema.arguments
         ),
         idle=view or not (mutates or statistics or any("Tensor" in str(result.type) for result in schema.returns)),
-        writes=bool(mutates or statistics),
+        writes=writes,
+        plain=may and not (in_any_order or cudnn_chooses or seeded or writes),
     )
 
 

@@ -64,7 +64,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        core = self._core
+        core, learner = self._core, self._learner
+        if (routine := learner.routine) is not None and routine.passing[at := routine.calls] is func:
+            nobody = not (core.owner or core.passes or self._step_ends.needed)
+            if nobody and _grad_enabled() and _graph_task() == -1:  # as below, where it was let pass the last time
+                routine.calls = at + 1
+                return self._pass(func, args, kwargs, routine.made_bytes[at] if core.stretches.off else 0)
         known = KNOWN.get(id(func))  # as `facts_of`, without a call
         if known is not None:
             facts = known[1]
@@ -78,13 +83,13 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if facts.cudnn_chooses:
             core.device.enforce(False)  # until the next save: what it is refused it does not say
-        learner, made_bytes = self._learner, 0
+        made_bytes = 0
         if _graph_task() != -1:
             watched, keep_track = facts.writes and (learner.in_step or core.has_recipes), False
         elif _grad_enabled():
             if self._step_ends.needed:
                 core.forward_again()
-            routine = learner.routine
+            routine, off = learner.routine, None
             way = routine.way(func) if routine is not None else Way.RECORD
             if way is None:
                 way = self._unexpected()
@@ -97,26 +102,40 @@ class Recorder(TorchDispatchMode):
             if way is not Way.PASS:
                 return self._record(func, facts, args, kwargs)
             watched, keep_track = facts.writes, False
-            if routine is not None and core.stretches.off:
-                made_bytes = routine.made_bytes
+            if routine is not None:
+                if off is None and not (watched or facts.seeded or facts.cudnn_chooses):
+                    routine.passed()
+                if core.stretches.off:
+                    made_bytes = routine.made_bytes[routine.calls - 1]
         else:
             keep_track = learner.in_step
             watched = keep_track or (facts.writes and core.has_recipes)
         if watched and (keep_track or self._minds(facts, args, kwargs)):
             return self._watch(func, facts, args, kwargs, keep_track)
-        generator = state = None
-        if facts.seeded:
-            generator, state = drawn_from(facts, args, kwargs, core.device.torch_device)
-        try:  # nobody will ask for what it makes
-            result = func(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            core.rescue()
-            set_back(generator, state)
-            result = func(*args, **kwargs)
+        drawn = drawn_from(facts, args, kwargs, core.device.torch_device) if facts.seeded else (None, None)
+        result = self._pass(func, args, kwargs, made_bytes, *drawn)
         if facts.writes_lists:
             count_write(tensors_written(facts, (), args, kwargs))
+        return result
+
+    def _pass(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        made_bytes: int,
+        generator: torch.Generator | None = None,
+        state: Tensor | None = None,
+    ) -> Any:
+        """Run an op; nobody will ask for what it makes. `made_bytes`: what that should be; 0 if it does not count."""
+        try:
+            result = func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            self._core.rescue()
+            set_back(generator, state)
+            result = func(*args, **kwargs)
         if made_bytes and isinstance(result, Tensor) and result.untyped_storage().nbytes() != made_bytes:
-            self._unexpected()  # of its size, and nobody would hear what is saved of it
+            self._unexpected()  # and nobody would hear what is saved of it
         return result
 
     def _minds(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -152,10 +171,10 @@ class Recorder(TorchDispatchMode):
         routine = core.engine.routine
         if routine is None:
             core.stretches.lost()
-        known_ns = core.engine.known_cost_ns(func)
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         with core:
+            known_ns = core.engine.known_cost_ns(func)
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
             preserved = core.writes.begin(written) if written else set()
@@ -206,7 +225,27 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op whose replay nobody but the runtime has to know of."""
-        core, routine = self._core, self._core.engine.routine
+        if not facts.plain:
+            return self._note_with_care(func, facts, args, kwargs)
+        core, routine = self._core, self._learner.routine
+        call = strip(args, kwargs)
+        reads = core.noted.reads(call.tensors)
+        if reads is None or routine is None:
+            return self._record(func, facts, args, kwargs)
+        cost_ns = routine.cost_ns or 0
+        try:
+            result = func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            core.rescue()
+            return self._record(func, facts, args, kwargs)
+        results = results_of(result)
+        if core.noted.on and all(map(is_plain, results)):
+            self._noted(results, func, facts, call, reads, None, None, cost_ns)
+        return result
+
+    def _note_with_care(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The same for one that may write, draw numbers, or give other bits another time."""
+        core, routine = self._core, self._learner.routine
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         reads = core.noted.reads(call.tensors)
@@ -230,17 +269,22 @@ class Recorder(TorchDispatchMode):
             set_back(generator, state)
             return self._record(func, facts, args, kwargs)
         results = results_of(result)
-        if not core.noted.on or not self._replayable(facts, args, results, generator, refusals):
-            return result
+        if core.noted.on and self._replayable(facts, args, results, generator, refusals):
+            note = self._noted(results, func, facts, call, reads, generator, state, cost_ns, overwrites)
+            if func is batch_norm.OP:
+                core.noted.by_statistics(note, core.trials.again_ns(func, args, results))
+        return result
+
+    def _noted(self, results: Sequence[Tensor], *known: Any) -> Note:
+        """A call has given these results. What is `known` of it: see `Note`."""
+        core = self._core
         core.device.computes()
         if core.gauge.closely:
             core.hear()
             core.gauge.look()
-        note = Note(core, func, facts, call, reads, generator, state, cost_ns, overwrites)
+        note = Note(core, *known)
         core.noted.add(note, results)
-        if func is batch_norm.OP:
-            core.noted.by_statistics(note, core.trials.again_ns(func, args, results))
-        return result
+        return note
 
     def _again_ns(
         self, func: OpOverload, args: Sequence[Any], results: Sequence[Tensor], products: Sequence[Product]

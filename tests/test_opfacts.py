@@ -50,6 +50,27 @@ def test_what_gives_the_same_again(func, args, kind, fell_back, searches, replay
     assert facts_of(func).replays_on(kind, args) is replays
 
 
+@pytest.mark.parametrize(
+    ("func", "plain"),
+    [
+        (aten.mm.default, True),
+        (aten.gelu.default, True),
+        (aten.gelu_backward.default, True),
+        (aten.gelu_.default, False),
+        (aten.native_batch_norm.default, False),
+        (aten.native_dropout.default, False),
+        (aten.convolution.default, False),
+        (aten.slow_conv_transpose2d.default, True),
+        (aten.topk.default, False),
+        (aten.cumsum.default, False),
+        (aten.index_put.default, False),
+        (aten.convolution_backward.default, False),
+    ],
+)
+def test_what_its_arguments_alone_say_on_any_device(func, plain):
+    assert facts_of(func).plain is plain
+
+
 def test_what_threads_accumulate_is_replayed_where_sums_have_an_order(monkeypatch):
     monkeypatch.setattr(torch._C, "_get_deterministic_algorithms", lambda: True)
     assert facts_of(aten.index_put.default).replays_on("cpu", (None, [], None, True))

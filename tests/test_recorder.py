@@ -3,8 +3,11 @@
 import gc
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from threading import Event
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +137,106 @@ def test_under_a_routine_a_call_is_recorded_or_passes(core):
     assert core.engine.ledger.recoverable(core.storages.known(recorded), grasp=True)
     assert names(core) == ["aten.sin", "aten.cos", "aten.exp", "aten.exp"]
     assert all(record(core, value).op is not None for value in observed)
+
+
+def followed(core: Core, step: Callable[[], object], ways: Sequence[Way], **known: Any) -> Routine:
+    """The routine of that step, which has gone once so."""
+    with Recorder(core):
+        step()
+    calls = [(call, -1) for call, _ in core.engine.learner.log.calls]
+    core.engine.learner.routine = routine = Routine(calls, ways, **known)
+    with Recorder(core):
+        step()
+    return routine
+
+
+def asked_about(monkeypatch) -> list[object]:
+    """The calls of which a routine is asked what way they take, from here on."""
+    asked, way = [], Routine.way
+    monkeypatch.setattr(Routine, "way", lambda routine, call: asked.append(call) or way(routine, call))
+    return asked
+
+
+def test_what_was_let_pass_passes_at_once(core, monkeypatch):
+    """Not what writes or draws numbers, nor what needs memory that it may be refused, nor where hooks go on or off."""
+
+    def step():
+        image = torch.randn(1, 1, 4, 4)
+        return F.conv2d(image, image), image.add_(1), image.sin(), image.cos(), image.tan(), image.exp()
+
+    aten = torch.ops.aten
+    turned = []
+    monkeypatch.setattr(core.stretches, "turn", lambda off, calls: turned.append(calls))
+    ways = [Way.PASS] * 4 + [Way.RECORD] + [Way.PASS] * 2
+    routine = followed(core, step, ways, alone=SimpleNamespace(turns={4: True}))
+    assert routine.passing == [None] * 5 + [aten.tan.default, aten.exp.default, None]
+    routine.restart()
+    asked = asked_about(monkeypatch)
+    with Recorder(core):
+        step()
+    assert (routine.calls, len(asked), turned) == (7, 5, [4, 4])
+    assert not {aten.tan.default, aten.exp.default}.intersection(asked)
+
+
+@pytest.mark.parametrize("where", ["no gradients", "backward", "inside", "passing", "another op", "forward"])
+def test_elsewhere_it_is_looked_at(core, where, monkeypatch):
+    x = torch.randn(4)
+    routine = followed(core, x.sin, [Way.PASS])
+    routine.restart()
+    assert routine.passing[0] is torch.ops.aten.sin.default
+    asked = asked_about(monkeypatch)
+    core.passes = where == "passing"
+    around = {"no gradients": torch.no_grad(), "inside": core}.get(where, nullcontext())
+
+    def run(_: object = None) -> None:
+        with Recorder(core), around:
+            x.cos() if where == "another op" else x.sin()
+
+    if where == "backward":
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.register_hook(run)
+        torch.autograd.grad(leaf.sum(), leaf, create_graph=True)  # with gradients on
+    else:
+        run()
+    core.passes = False
+    assert (routine.calls, len(asked)) == {"forward": (1, 0), "another op": (0, 1)}.get(where, (0, 0))
+
+
+def test_what_is_made_after_backward_has_asked_ends_a_step_first(core, monkeypatch):
+    x, ended = torch.randn(4), []
+    routine = followed(core, x.sin, [Way.PASS])
+    routine.restart()
+    monkeypatch.setattr(core, "forward_again", lambda: ended.append(routine.calls))
+    monkeypatch.setattr(core.engine.step_ends, "needed", {1})
+    with Recorder(core):
+        x.sin()
+    assert (ended, routine.calls) == ([0], 1)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_passes_is_run_once_more_out_of_memory(core, at_once, monkeypatch):
+    """Its size counts where nobody hears of what is saved."""
+    x, failures, lost = torch.randn(4), [torch.OutOfMemoryError("full"), None, None, None], []
+    routine = followed(core, lambda: (x.sin(), x.cos()), [Way.PASS] * 2)
+
+    class Tight(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.sin.default and (failure := failures.pop(0)):
+                raise failure
+            return func(*args, **kwargs or {})
+
+    monkeypatch.setattr(core.stretches, "lost", lambda: lost.append(len(failures)))
+    asked = asked_about(monkeypatch)
+    for off, nbytes in ((True, 16), (False, 12), (True, 12)):
+        core.stretches.off, routine.made_bytes[0] = off, nbytes
+        routine.restart()
+        if not at_once:
+            routine.passing[0] = None
+        with Tight(), Recorder(core):
+            made = x.sin()
+        assert torch.equal(made, torch.sin(x))
+    core.stretches.off = False
+    assert (len(asked), core.oom_rescues, lost) == (0 if at_once else 3, 1, [0]), "only the last"
 
 
 def test_what_makes_no_tensor_ends_no_routine(core):

@@ -103,6 +103,17 @@ def test_a_routine_knows_its_calls_and_no_others():
     assert routine.way("b") is None
 
 
+def test_a_routine_learns_which_calls_want_no_other_look():
+    routine = Routine([("a", 0), ("b", 1), ("c", -1)], [P, R, P], made_bytes=[10, 20], before=1, optional=[0])
+    assert (routine.passing, routine.made_bytes) == ([None] * 4, [10, 20, 0])
+    assert routine.way("b") is R and routine.way("c") is P
+    routine.passed()
+    assert routine.way("c") is None
+    routine.passed()
+    routine.restart()
+    assert (routine.passing, routine.calls) == ([None, None, "c", None], 0), "the last is a call that there is not"
+
+
 def test_before_the_first_save_what_is_optional_may_stay_away():
     calls = [("metric", -1), ("load", 0), ("log", -1), ("log", -1), ("layer", 1), ("log", -1)]
     routine = Routine(calls, [P, R, P, P, R, P], costs_ns=[7, 8], before=4, optional=[0, 2, 3])
