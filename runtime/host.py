@@ -32,6 +32,7 @@ class Slab:
     release: Callable[[], None]
     room: ExtentAllocator = field(init=False)
     idle: bool = False  # nothing was taken from it since `PinnedPool.trim_idle` was called last
+    handed_on: int = 0  # pieces whose room is others' to have, and that are in use still
 
     def __post_init__(self) -> None:
         self.room = ExtentAllocator(ALIGNMENT_BYTES, self.memory.numel())
@@ -40,17 +41,22 @@ class Slab:
     def nbytes(self) -> int:
         return self.memory.numel()
 
+    @property
+    def unused(self) -> bool:
+        return not (self.room.used_bytes or self.handed_on)
+
 
 SlabSource = Callable[[int], Slab]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Piece:
     """Part of a slab: ``memory`` has exactly the bytes that were asked for."""
 
     memory: torch.Tensor
     slab: Slab
     extent: Extent
+    free: bool = False  # others may have its room
 
 
 class PinnedPool:
@@ -95,18 +101,32 @@ class PinnedPool:
     def give_back(self, piece: Piece) -> None:
         """The piece is no longer used by anyone. Ignored once the pool is closed: its slab is gone."""
         with self._lock:
-            if not self._closed:
+            if self._closed:
+                return
+            if piece.free:
+                piece.slab.handed_on -= 1
+            else:
                 piece.slab.room.free(piece.extent)
+                piece.free = True
+
+    def hand_on(self, piece: Piece) -> None:
+        """Others may have its room though the piece is in use until it is given back: whoever asks for room from here
+        on comes after that. Its slab stays pinned."""
+        with self._lock:
+            if not (self._closed or piece.free):
+                piece.slab.room.free(piece.extent)
+                piece.free = True
+                piece.slab.handed_on += 1
 
     def trim(self) -> int:
         """Unpin slabs that hold nothing. Returns their bytes."""
         with self._lock:
-            return self._drop([slab for slab in self._slabs if not slab.room.used_bytes])
+            return self._drop([slab for slab in self._slabs if slab.unused])
 
     def trim_idle(self) -> int:
         """Unpin slabs that hold nothing and of which nothing was taken since the last time. Returns their bytes."""
         with self._lock:
-            freed_bytes = self._drop([slab for slab in self._slabs if slab.idle and not slab.room.used_bytes])
+            freed_bytes = self._drop([slab for slab in self._slabs if slab.idle and slab.unused])
             for slab in self._slabs:
                 slab.idle = True
             return freed_bytes
@@ -132,7 +152,7 @@ class PinnedPool:
         wanted = round_up(max(nbytes, 1), PAGE_BYTES)
         if self.slab_bytes + wanted > self.limit_bytes:
             # Slabs of the wrong size would keep the limit from being used.
-            self._drop([slab for slab in self._slabs if not slab.room.used_bytes])
+            self._drop([slab for slab in self._slabs if slab.unused])
         left = self.limit_bytes - self.slab_bytes
         if wanted > left:
             raise HostFullError(

@@ -15,7 +15,7 @@ from delta.runtime import cudnn
 from delta.runtime.device import make_device
 from delta.runtime.device.base import Ticket
 from delta.runtime.device.cuda import CudaDevice
-from delta.runtime.host import Slab
+from delta.runtime.host import PinnedPool, Slab
 from delta.runtime.monitor import maps_memory
 from delta.runtime.rawmem import as_bytes
 from delta.units import Bytes
@@ -277,6 +277,31 @@ def test_room_that_was_given_back_is_used_again_at_once(seed: int, monkeypatch: 
     assert device.host_bytes() == 0
     device.close()
     assert card.slabs == 0
+
+
+def test_what_copies_still_use_stays_pinned(card: SimulatedCard) -> None:
+    """Also where its room has been offered to a copy that was too large for it. Only when nothing else can be had are
+    they waited for."""
+    device = CudaDevice(card, HostConfig(limit=Bytes(4 * 4096)))
+    device._pool = PinnedPool(card.slab_source(), 4 * 4096, 4096)
+    card.random.randrange = lambda *_: 0  # type: ignore[method-assign]
+    out = device.copy_out(filled(4096, 1))
+    back = device.copy_in(out.block)
+    device.free(out.block)
+    larger = device.copy_out(filled(8192, 2))
+    for trim in (device.trim_host, device.trim_host, device.trim):
+        trim()
+        assert (card.ran, card.slabs, device.host_bytes()) == ([], 2, 8192)
+    device.free(larger.block)
+    largest = device.copy_out(filled(4 * 4096, 3))
+    assert (len(card.ran), card.slabs) == (3, 1)
+    device.wait(back)
+    assert all_are(back.storage, 1)
+    assert all_are(brought_back(card, device, largest), 3)
+    device.free(largest.block)
+    device.trim()
+    assert card.slabs == 0
+    device.close()
 
 
 def test_room_that_somebody_will_still_read_is_not(card: SimulatedCard) -> None:

@@ -115,6 +115,22 @@ def test_what_is_idle_goes_after_nothing_was_taken_from_it_for_a_while(pool: Pin
     assert pool.trim_idle() == SLAB
 
 
+def test_room_that_is_handed_on_keeps_its_slab_until_it_is_given_back(pool: PinnedPool, memory: Memory) -> None:
+    first = pool.take(SLAB)
+    pool.hand_on(first)
+    pool.hand_on(first)
+    assert (pool.used_bytes, pool.trim(), pool.trim_idle(), pool.trim_idle()) == (0, 0, 0, 0)
+    with pytest.raises(HostFullError):
+        pool.take(4 * SLAB)
+    second = pool.take(SLAB)
+    assert second.memory.data_ptr() == first.memory.data_ptr()
+    pool.give_back(second)
+    assert pool.trim() == 0, "whoever was there first is there still"
+    pool.give_back(first)
+    pool.hand_on(first)  # too late
+    assert (pool.trim(), memory.sizes) == (SLAB, [])
+
+
 def test_memory_that_cannot_be_pinned_is_a_full_host() -> None:
     pool = PinnedPool(Memory(most_bytes=SLAB), limit_bytes=4 * SLAB, slab_bytes=SLAB)
     pool.take(SLAB)

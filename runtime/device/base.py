@@ -38,7 +38,6 @@ class HostBlock:
     writer: "Ticket | None" = field(default=None, repr=False)  # the copy out, while it is under way
     pending: int = 0  # transfers that read or write the block
     freed: bool = False
-    returned: bool = False  # the room, too: others may have it
 
     def unwanted(self) -> bool:
         """Nobody will ever read what its copy out writes: it was given back, and no copy in was asked for before

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -335,12 +336,16 @@ class CudaDevice:
         """
         if (piece := self._pool.find(nbytes)) is not None:
             return piece
-        for flight in self._under_way():
-            if flight.block.freed and not flight.block.returned:
-                self._order_after(flight.block)
-                self._book.hand_on(flight.block)
-                if (piece := self._pool.find(nbytes)) is not None:
-                    return piece
+        waits = [flight.block for flight in self._under_way() if flight.block.freed]
+        for block in waits:
+            self._order_after(block)
+            self._pool.hand_on(block.room)
+            if (piece := self._pool.find(nbytes)) is not None:
+                return piece
+        if waits:
+            with suppress(HostFullError):
+                return self._pool.take(nbytes)
+            self._land_all()  # what is pinned for them may be what is missing
         return self._pool.take(nbytes)
 
     def _order_after(self, block: HostBlock) -> None:

@@ -55,16 +55,7 @@ class BlockBook:
         """A transfer is done with the block."""
         with self._lock:
             block.pending -= 1
-            dead = block.freed and not block.returned and block.pending == 0
-            block.returned |= dead
-        if dead:
-            self._give_back(block)
-
-    def hand_on(self, block: HostBlock) -> None:
-        """The room of a block that its owner is done with is given back while transfers still use it: whoever asks for
-        that has seen to it that nobody writes there before they have."""
-        with self._lock:
-            dead, block.returned = not block.returned, True
+            dead = block.freed and block.pending == 0
         if dead:
             self._give_back(block)
 
@@ -73,7 +64,6 @@ class BlockBook:
         with self._lock:
             dead = not block.freed and block.pending == 0
             block.freed = True
-            block.returned |= dead
         if dead:
             self._give_back(block)
 
