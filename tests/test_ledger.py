@@ -668,6 +668,7 @@ def lost(ledger):
 def dead_end_not_listed(ledger):
     ledger.dead_ends.clear()
     ledger[0].held = False
+    ledger.held.pop(0)
     miscounted(ledger)
     ledger.resident_bytes -= 1
 
