@@ -103,13 +103,15 @@ class Part:
         self.plain_errors.update([f"{self.op}: {outcome.error}"] if outcome.error else ())
 
 
-def tasks(pattern: str = "*") -> list[Task]:
-    return [
-        (name, str(dtype).removeprefix("torch."))
-        for name, op in opdb.ops().items()
-        if fnmatchcase(name, pattern)
-        for dtype in opdb.dtypes_of(op)
-    ]
+def tasks(pattern: str = "*", one_dtype: bool = False) -> list[Task]:
+    """Each op in each of its dtypes; with `one_dtype` in one of them, another one for the next op."""
+    found: list[Task] = []
+    for number, (name, op) in enumerate(opdb.ops().items()):
+        if fnmatchcase(name, pattern):
+            dtypes = [str(dtype).removeprefix("torch.") for dtype in opdb.dtypes_of(op)]
+            chosen = [dtypes[number % len(dtypes)]] if one_dtype and dtypes else dtypes
+            found += [(name, dtype) for dtype in chosen]
+    return found
 
 
 def left_out() -> list[str]:
@@ -134,8 +136,8 @@ def work(task: Task, spill_dir: str) -> Part:
 
 
 # -- the sweep --------------------------------------------------------------------------------------------------------
-def sweep(processes: int, pattern: str, console: Console) -> Sweep:
-    """Run every task; what is wrong is printed when it is found."""
+def sweep(processes: int, todo: list[Task], console: Console) -> Sweep:
+    """Run these; what is wrong is printed when it is found."""
     began, facts = time.monotonic(), _facts()
     parts: list[Part] = []
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes
@@ -145,7 +147,7 @@ def sweep(processes: int, pattern: str, console: Console) -> Sweep:
         ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_process) as pool,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
-        futures = [pool.submit(work, task, spill_dir) for task in tasks(pattern)]
+        futures = [pool.submit(work, task, spill_dir) for task in todo]
         bar = progress.add_task("", total=len(futures))
         for future in as_completed(futures):
             part = future.result()
@@ -258,13 +260,14 @@ def write_page(result: Sweep) -> None:
 def main(
     processes: Annotated[int, typer.Option(help="How many processes share the work.", min=1)] = 2,
     only: Annotated[str, typer.Option(help="Ops whose full name matches this pattern.")] = "*",
+    one_dtype: Annotated[bool, typer.Option(help="Each op in one dtype, in turns: a third of the work.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     write_docs: Annotated[bool, typer.Option("--write-docs", help="Fill docs/exactness.md and its JSON.")] = False,
 ) -> None:
     """Compare every sample of PyTorch's operator database, bit for bit, plain and with everything evicted."""
-    if write_docs and only != "*":
-        raise typer.BadParameter("the page is about all ops: give --write-docs without --only")
-    result = sweep(processes, only, Console(stderr=True))
+    if write_docs and (only != "*" or one_dtype):
+        raise typer.BadParameter("the page is about all ops in all dtypes: give neither --only nor --one-dtype with it")
+    result = sweep(processes, tasks(only, one_dtype), Console(stderr=True))
     typer.echo(result.json() if as_json else text(result))
     if write_docs:
         write_page(result)

@@ -7,6 +7,7 @@ shown to be so here.
 import ctypes
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -86,6 +87,13 @@ def test_in_place_of_its_first_argument_an_element_wise_op_gives_the_same_bits()
 def test_every_sample_gives_the_bits_of_plain(task, spill_dir):
     part = exactness.work(task, str(spill_dir))
     assert part.wrong == []
+
+
+def test_a_quick_sweep_has_each_op_in_one_dtype_and_every_dtype():
+    quick, whole = exactness.tasks(one_dtype=True), exactness.tasks()
+    assert [name for name, _ in quick] == list(dict.fromkeys(name for name, _ in whole))
+    assert set(quick) < set(whole)
+    assert min(Counter(dtype for _, dtype in quick).values()) > len(quick) // 5
 
 
 # --- the comparison sees what it has to see ---------------------------------------------------------------------------
