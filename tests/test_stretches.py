@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from builders import a_log, an_op
+from covering import in_pairs
 from models import CASES, train
 from test_card_training import LateCard
 from test_kept import Net, assert_same, fresh, gradients
@@ -176,7 +177,7 @@ def ended(core: Core) -> None:
 
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "searched_here"),
     pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),
 ]
 
@@ -262,9 +263,7 @@ def no_grad(x: Tensor) -> Tensor:
         return x.cos().mul_(2)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "delta", "swap"])
-@pytest.mark.parametrize("at", [0, 3, 7])
-@pytest.mark.parametrize("odd", ODD)
+@in_pairs(odd=ODD, at=[0, 3, 7], policy=["recompute", "delta", "swap"])
 def test_a_step_that_goes_otherwise_has_plain_s_bits(odd: str, at: int, policy: str) -> None:
     between = do_at(at, ODD[odd])
     expected, usual, net = plain(between), plain(), fresh()
@@ -544,10 +543,7 @@ def at_random(task: Task, seed: int) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("share", ["40%", "75%"])
-@pytest.mark.parametrize("where", ["cpu", "chaos:0", "chaos:3", "late"])
-@pytest.mark.parametrize("case", ["gpt", "encoder"])
-@pytest.mark.parametrize("seed", range(3))
+@in_pairs(seed=range(3), case=["gpt", "encoder"], where=["cpu", "chaos:0", "chaos:3", "late"], share=["40%", "75%"])
 def test_steps_hold_their_limit(case: str, where: str, share: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies may be late, and the program may have let go of what goes long before anybody hears of a save."""
     steps, fits, peaks = STEADY, list[bool](), list[tuple[int, int]]()
