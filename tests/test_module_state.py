@@ -81,7 +81,8 @@ class Recurrent(nn.Module):
         self.network = kind(6, 5, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        packed = rnn.pack_padded_sequence(x.sin(), torch.tensor([4, 2, 3]), batch_first=True, enforce_sorted=False)
+        lengths = torch.tensor([x.shape[1], 1, x.shape[1] - 1])
+        packed = rnn.pack_padded_sequence(x.sin(), lengths, batch_first=True, enforce_sorted=False)
         made, _ = self.network(packed)
         return rnn.pad_packed_sequence(made, batch_first=True)[0].exp()
 
@@ -173,9 +174,9 @@ MODULES: dict[str, tuple[Make, Draw]] = {
     ),
     "attention with dropout": (lambda: Each(attention_with_dropout), values(12, 6)),
     "multi-head attention": (Attention, values(3, 4, 6)),
-    "rnn": (lambda: Recurrent(nn.RNN), values(3, 4, 6)),
-    "lstm": (lambda: Recurrent(nn.LSTM), values(3, 4, 6)),
-    "gru": (lambda: Recurrent(nn.GRU), values(3, 4, 6)),
+    "rnn": (lambda: Recurrent(nn.RNN), values(3, 3, 6)),
+    "lstm": (lambda: Recurrent(nn.LSTM), values(3, 3, 6)),
+    "gru": (lambda: Recurrent(nn.GRU), values(3, 2, 6)),  # short: with nothing kept it is replayed over and over
     "embeddings": (lambda: Tables(sparse=False), tokens),
     "embeddings with sparse gradients": (lambda: Tables(sparse=True), tokens),
     "lazy layers": (
