@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import in_pairs
 from models import CASES, train
 
 import delta
@@ -20,10 +21,12 @@ def plain():
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
-@pytest.mark.parametrize("device", ["cpu", "chaos:3"])
-@pytest.mark.parametrize("activations", ["0%", "40%"])
-@pytest.mark.parametrize("policy", ["delta", "delta-paper", "swap", "recompute", "optimal-checkpoint", "capuchin"])
-@pytest.mark.parametrize("name", CASES)
+@in_pairs(
+    name=CASES,
+    policy=["delta", "delta-paper", "swap", "recompute", "optimal-checkpoint", "capuchin"],
+    activations=["0%", "40%"],
+    device=["cpu", "chaos:3"],
+)
 def test_training_is_bit_identical(name, policy, activations, device, plain, spill_dir):
     chosen = delta.load_policy(policy, {"filter.min_bytes": 0, "host.spill_dir": str(spill_dir)})
     with delta.evict(activations=activations, policy=chosen, device=device) as run:

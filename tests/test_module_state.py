@@ -175,8 +175,8 @@ MODULES: dict[str, tuple[Make, Draw]] = {
     "attention with dropout": (lambda: Each(attention_with_dropout), values(12, 6)),
     "multi-head attention": (Attention, values(3, 4, 6)),
     "rnn": (lambda: Recurrent(nn.RNN), values(3, 3, 6)),
-    "lstm": (lambda: Recurrent(nn.LSTM), values(3, 3, 6)),
-    "gru": (lambda: Recurrent(nn.GRU), values(3, 2, 6)),  # short: with nothing kept it is replayed over and over
+    "lstm": (lambda: Recurrent(nn.LSTM), values(3, 2, 6)),  # short: with nothing kept they are replayed over and over
+    "gru": (lambda: Recurrent(nn.GRU), values(3, 2, 6)),
     "embeddings": (lambda: Tables(sparse=False), tokens),
     "embeddings with sparse gradients": (lambda: Tables(sparse=True), tokens),
     "lazy layers": (

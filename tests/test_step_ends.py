@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from exactly import exact, numbers_of, some_ways, state_of
+from covering import in_pairs
+from exactly import DEVICES, POLICIES, exact, numbers_of, state_of
 from inside import different
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -340,9 +341,9 @@ LEFT_OVER = (bert, a_second_head, two_models_in_turn, accumulation, two_forwards
 OTHERS = (a_loss_over_what_was_kept, gan, gradient_penalty)
 
 
-@pytest.mark.parametrize(("program", "way"), some_ways(LEFT_OVER + OTHERS))
-def test_the_numbers_are_those_of_plain_training(program, way):
-    report = exact(program, *way)
+@in_pairs(program=LEFT_OVER + OTHERS, policy=POLICIES, device=DEVICES, share=("0%", "40%"))
+def test_the_numbers_are_those_of_plain_training(program, policy, device, share):
+    report = exact(program, policy, device, share)
     assert sum(report.evictions.values()) > 0
 
 
