@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from covering import in_pairs
 from models import CASES, train
 from simulated_card import Event, SimulatedCard, SimulatedEvent, SimulatedStream, Stream
 from torch import Tensor, nn
@@ -55,9 +56,11 @@ def card(monkeypatch) -> PromptCard:
     return card
 
 
-@pytest.mark.parametrize("share", ["0%", "40%", "100%"])
-@pytest.mark.parametrize("policy", ["swap", "recompute", "delta", "dtr", "mimose", "capuchin"])
-@pytest.mark.parametrize("case", ["gpt", "cnn"])
+@in_pairs(
+    case=["gpt", "cnn"],
+    policy=["swap", "recompute", "delta", "dtr", "mimose", "capuchin"],
+    share=["0%", "40%", "100%"],
+)
 def test_a_training_on_a_card_gives_the_same_bits(card, case, policy, share):
     plain = train(CASES[case], STEPS)
     with delta.evict(

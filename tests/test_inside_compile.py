@@ -97,12 +97,18 @@ def batches(rows: Callable[[int], int] = lambda step: 4) -> Callable[[int], Tens
     return lambda step: torch.randn(rows(step), WIDTH, generator=generator)
 
 
-def compiled_model(backend: object, part: bool, dynamic: bool | None = None) -> list[Tensor]:
-    """Compile a model, or one block of it, and train it; with `dynamic`, on batches of differing length."""
-    model = block_model()
+def compiled(
+    model: nn.Sequential, backend: object, part: bool, dynamic: bool | None = None
+) -> tuple[nn.Sequential, Callable[[Tensor], Tensor]]:
+    """The model and its forward, which is compiled, or one block of it is."""
     if part:
         model[1] = torch.compile(model[1], backend=backend, dynamic=dynamic)
-    forward = model if part else torch.compile(model, backend=backend, dynamic=dynamic)
+    return model, model if part else torch.compile(model, backend=backend, dynamic=dynamic)
+
+
+def compiled_model(backend: object, part: bool, dynamic: bool | None = None) -> list[Tensor]:
+    """Compile a model, or one block of it, and train it; with `dynamic`, on batches of differing length."""
+    model, forward = compiled(block_model(), backend, part, dynamic)
     batch = batches((lambda step: 4 + step % 3) if dynamic else (lambda step: 4))
     return numbers(model, lambda step: forward(batch(step)).square().sum())
 
@@ -135,12 +141,11 @@ def test_compiled_inside_the_block(backend, part, policy_name):
     assert report.modes == {"observe": 1, "planned": STEPS - 1}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_before_the_block(backend):
+@pytest.mark.parametrize(("backend", "part"), [("aot_eager", False), ("inductor", True)])
+def test_compiled_before_the_block(backend, part):
     """Neither entering the block nor leaving it invalidates what was compiled, in whatever mode a step runs."""
     counting = Counting(backend)
-    model = block_model()
-    forward = torch.compile(model, backend=counting)
+    model, forward = compiled(block_model(), counting, part)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def program() -> list[Tensor]:

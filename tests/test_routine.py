@@ -9,6 +9,7 @@ from sys import intern
 import pytest
 import torch
 from builders import a_log, an_op
+from covering import in_pairs
 from test_learner import LIMIT, Planner, plan_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -575,11 +576,10 @@ def looped(afterwards: Callable[..., None], turn: int, before_backward: Callable
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("turn", range(3))
-@pytest.mark.parametrize("afterwards", AFTERWARDS)
-@pytest.mark.parametrize(("policy", "device"), [("recompute", "cpu"), ("delta", "chaos:2")])
-def test_what_comes_between_two_steps_now_and_then_ends_no_routine(afterwards, turn, policy, device):
+@in_pairs(where=[("recompute", "cpu"), ("delta", "chaos:2")], afterwards=AFTERWARDS, turn=range(3))
+def test_what_comes_between_two_steps_now_and_then_ends_no_routine(where, afterwards, turn):
     """Gradients are accumulated, something is logged: after each third step, the one that is learned from or not."""
+    policy, device = where
     plain = looped(afterwards, turn, lambda: None)
     chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
     followed = []

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from covering import in_pairs
 from exactly import STEPS, numbers_of, plain_numbers_of, trained
 from inside import different
 from torch import Tensor, nn
@@ -312,9 +313,7 @@ def mode_of_the_program() -> list[Tensor]:
     return [*found, *mode.seen]
 
 
-@pytest.mark.parametrize("device", ["cpu", "chaos:1"])
-@pytest.mark.parametrize("share", ["0%", "40%", "90%"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@in_pairs(name=PROGRAMS, share=["0%", "40%", "90%"], device=["cpu", "chaos:1"])
 def test_the_bits_are_those_of_plain_pytorch(name: str, share: str, device: str, emptied: list[int]) -> None:
     wanted, function = PROGRAMS[name]
     plain = plain_numbers_of(function)

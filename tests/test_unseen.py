@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from covering import in_pairs
 from test_kept import gradients
 from test_noted import KEEP, RECOMPUTE, SWAP, counted, nothing_left, planned
 from torch import Tensor, nn
@@ -51,9 +52,7 @@ def of(name: str, action: Action) -> Callable[[OpInfo | None], Action]:
 
 
 # -- between steps ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("device", ["cpu", "chaos:3"])
+@in_pairs(policy=POLICIES, device=["cpu", "chaos:3"], grad=[True, False])
 def test_a_state_that_is_carried_over_and_partly_reset(policy: str, device: str, grad: bool) -> None:
     """What is saved of it in one step is written in place before the next, which saves it again."""
 
@@ -313,7 +312,7 @@ def test_the_gradient_of_a_gradient_of_an_lstm(name, activations):
         lstm = nn.LSTM(8, 8)
         found = []
         for _ in range(7):
-            out, _ = lstm(torch.randn(6, 1, 8))
+            out, _ = lstm(torch.randn(3, 1, 8))
             slopes = torch.autograd.grad(out.square().mean(), list(lstm.parameters()), create_graph=True)
             sum(slope.square().sum() for slope in slopes).backward()
             found += [parameter.grad.clone() for parameter in lstm.parameters()]
@@ -323,9 +322,9 @@ def test_the_gradient_of_a_gradient_of_an_lstm(name, activations):
     assert same_under(name, activations, gradients)
 
 
-@pytest.mark.parametrize("activations", ["0%", "50%", "80%"])
-@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
-@pytest.mark.parametrize("name", ["delta", "swap", "monet", "recompute"])
+@in_pairs(
+    name=["delta", "swap", "monet", "recompute"], cell=[nn.GRUCell, nn.LSTMCell], activations=["0%", "50%", "80%"]
+)
 def test_a_cell_inside_a_checkpoint_that_runs_again_in_backward(name, cell, activations):
     """It writes into chunks of one storage there, beside copies of it that have begun."""
 
