@@ -76,9 +76,17 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def searched_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Better plans are searched in this process, and for a tenth as long: one of its own takes a second to start."""
-    from delta.planner import BESIDE, Plan, Task, anneal
+def briefly_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Better plans are searched for a tenth as long."""
+    from delta.planner import anneal
+
+    monkeypatch.setattr(anneal, "MOST", anneal.MOST // 10)
+
+
+@pytest.fixture
+def searched_here(briefly_searched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... and in this process: one of its own takes a second to start."""
+    from delta.planner import BESIDE, Plan, Task
     from delta.runtime import planning
 
     class Here:
@@ -95,7 +103,6 @@ def searched_here(monkeypatch: pytest.MonkeyPatch) -> None:
         def stop(self) -> None: ...
 
     monkeypatch.setattr(planning, "_Search", Here)
-    monkeypatch.setattr(anneal, "MOST", anneal.MOST // 10)
 
 
 @pytest.fixture

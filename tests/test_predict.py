@@ -77,6 +77,7 @@ def largest_saved_bytes(trace: Trace) -> int:
     return max(nbytes for op in ops for storage, nbytes in zip(op.outputs, op.nbytes, strict=True) if storage in saved)
 
 
+@pytest.mark.usefixtures("briefly_searched")
 @pytest.mark.parametrize("policy", evicting())
 @pytest.mark.parametrize("model", SMALL)
 def test_each_policy_trains_with_the_same_bits_under_half_and_its_peak_is_foretold(
