@@ -166,8 +166,8 @@ FAMILIES: dict[str, Family] = {
     # encoder and decoder
     "t5": (
         _of("T5ForConditionalGeneration", "T5Config", {
-            "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
-            "pad_token_id": 0, "decoder_start_token_id": 0,
+            "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 1,
+            "num_heads": 4, "pad_token_id": 0, "decoder_start_token_id": 0,
         }),
         translation,
     ),
