@@ -41,7 +41,8 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.hub.tqdm, "monitor_interval", 0, raising=False)  # it may be a stand-in without one
     torch._dynamo.reset()
     counters.clear()
-    with torch._inductor.config.patch(compile_threads=1):
+    # Nor need it compile a program to find out what the processor can do.
+    with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
         yield
     torch._dynamo.reset()
 
