@@ -79,7 +79,7 @@ class _Search:
             self._found = files.enter_context(TemporaryFile())
             pickle.dump(task, given, protocol=pickle.HIGHEST_PROTOCOL)
             given.seek(0)
-            start = f"import sys; sys.path[:] = {sys.path!r}; from delta.planner.aside import main; main()"
+            start = f"import sys; sys.path[:] = {sys.path!r}; from delta.aside import main; main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", start], stdin=given, stdout=self._found, stderr=subprocess.DEVNULL
             )

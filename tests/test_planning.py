@@ -345,13 +345,29 @@ def test_a_process_that_fails_has_found_nothing():
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
 def test_the_process_takes_only_time_that_nobody_wants():
     """Seen from outside, while it waits for its task."""
-    start = f"import sys; sys.path[:] = {sys.path!r}; from delta.planner.aside import main; main()"
+    start = f"import sys; sys.path[:] = {sys.path!r}; from delta.aside import main; main()"
     with subprocess.Popen([sys.executable, "-I", "-c", start], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as it:
         until = time.monotonic() + 60
         while os.sched_getscheduler(it.pid) != os.SCHED_IDLE:
             assert it.poll() is None and time.monotonic() < until
             time.sleep(0.01)
         it.kill()
+
+
+def test_it_gives_way_before_it_imports_the_planners():
+    """Which takes half a second."""
+    script = f"""
+import sys
+sys.path[:] = {sys.path!r}
+from delta import aside
+def tell():
+    print(sorted(name for name in sys.modules if name.startswith(("delta.planner", "pydantic"))), file=sys.stderr)
+    sys.exit()
+aside._yield_to_the_training = tell
+aside.main()
+"""
+    told = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
+    assert told.stderr == "[]\n"
 
 
 def test_a_process_under_way_is_ended_at_once():
