@@ -104,7 +104,7 @@ def test_a_crash_of_delta_is_a_goal_missed(measured: BenchResult) -> None:
     [
         (100, 1.29, "delta 50%: 1.290 against 1.300", True),
         (100, 1.30, "delta 50%: 1.300 against 1.300", False),
-        (101, 1.00, "takes 101 B, not 100 B", False),
+        (101, 1.00, "takes 1 B more than 100 B", False),
         (None, 1.00, "not measured", None),
     ],
 )
