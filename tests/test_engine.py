@@ -16,6 +16,7 @@ from delta.planner.assemble import plan_of
 from delta.planner.steplog import Moves, build_graph
 from delta.profile import Profile
 from delta.record import Host
+from delta.routine import Routine
 from delta.types import (
     Action,
     AwaitIn,
@@ -456,6 +457,19 @@ def test_while_storages_are_only_kept_it_is_looked_up_what_backward_uses():
     toy.engine.learner.needed(1, 30)
     assert toy.engine._room.await_for(10) == [] and not asked, "there is room"
     assert toy.engine._room.await_for(100) == [] and asked
+
+
+@pytest.mark.parametrize(
+    ("order", "nbytes", "awaited"), [(1, 90, []), (1, 91, [AwaitOut(1)]), (0, 91, []), (2, 91, [])]
+)
+def test_before_a_save_that_a_routine_expects_a_late_copy_is_waited_for(order, nbytes, awaited):
+    """Where there is no room for it, and for what comes next."""
+    toy = Toy(250, SWAP)
+    forward(toy, 1)
+    leaves(toy, 1, 15)
+    assert toy.engine.expected.await_for_save(1, 91) == [], "there is no routine"
+    toy.engine.learner.routine = Routine([], [], coming_bytes=[60, 60, 60])
+    assert toy.engine.expected.await_for_save(order, nbytes) == awaited
 
 
 def test_what_a_recipe_cannot_do_without_has_room_before_it_counts():

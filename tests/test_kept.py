@@ -34,7 +34,7 @@ from delta.runtime.core import Core
 from delta.runtime.inbox import Inbox
 from delta.runtime.kept import KeptTensor, signature_of
 from delta.trace import Recording
-from delta.types import Action, Kind, Mode
+from delta.types import Action, AwaitOut, Kind, Mode
 from delta.units import Bytes
 
 KEEP, SWAP, RECOMPUTE, ENCODE = Action.KEEP, Action.SWAP, Action.RECOMPUTE, Action.ENCODE
@@ -289,6 +289,32 @@ def counted(core: Core) -> int:
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("late", [True, False])
+def test_what_is_kept_waits_for_copies_that_are_late_and_stays_itself(late: bool, monkeypatch) -> None:
+    """There is no room for it until one has ended; else it takes the whole way."""
+    net, late_copies, ran, refused = fresh(), [AwaitOut(-1)] if late else [], list[object](), list[int]()
+    with steady(net) as core:
+        expected, run = core.engine.expected, core.run
+        keep = expected.keep
+
+        def refuses_once(order: int, *rest: Any, noted: bool = False) -> Kept | None:
+            if order and not (noted or refused):
+                refused.append(order)
+                return None
+            return keep(order, *rest, noted=noted)
+
+        monkeypatch.setattr(expected, "keep", refuses_once)
+        monkeypatch.setattr(expected, "await_for_save", lambda order, nbytes: late_copies)
+        monkeypatch.setattr(core, "run", lambda told: ran.append(told) if told is late_copies else run(told))
+        loss = loss_of(net)
+        assert ran == ([late_copies] if late else [])
+        by_themselves = {kept.order for kept in core.engine.keeping.storages.values()}
+        assert len(refused) == 1 and by_themselves.issuperset(refused) is late
+        loss.backward()
+    assert_same(gradients(net), plain())
 
 
 @pytest.mark.usefixtures("recorded")
