@@ -85,8 +85,8 @@ def _beside(model: ModelResult, rival: Row) -> Goal:
         return Goal(model.model, text, "not measured", None)
     no_more = [row for row in rows if (row.peak_allocated_bytes or 0) <= peak_bytes]
     if not no_more:
-        least = min(row.peak_allocated_bytes or 0 for row in rows)
-        return Goal(model.model, text, f"takes {format_bytes(least - peak_bytes)} more than {format_bytes(peak_bytes)}", False)
+        more_bytes = min(row.peak_allocated_bytes or 0 for row in rows) - peak_bytes
+        return Goal(model.model, text, f"takes {format_bytes(more_bytes)} more than {format_bytes(peak_bytes)}", False)
     best = min(no_more, key=lambda row: row.time_ratio)
     measured = f"{best.way}: {best.time_ratio:.3f} against {rival.time_ratio:.3f}"
     return Goal(model.model, text, measured, best.time_ratio < rival.time_ratio)
