@@ -66,8 +66,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         core, learner = self._core, self._learner
         if (routine := learner.routine) is not None and routine.passing[at := routine.calls] is func:
-            nobody = not (core.owner or core.passes or self._step_ends.needed)
-            if nobody and _grad_enabled() and _graph_task() == -1:  # as below, where it was let pass the last time
+            at_rest = not (core.owner or core.passes or self._step_ends.needed)
+            if at_rest and _grad_enabled() and _graph_task() == -1:  # as below, where it was let pass the last time
                 routine.calls = at + 1
                 return self._pass(func, args, kwargs, routine.made_bytes[at] if core.stretches.off else 0)
         known = KNOWN.get(id(func))  # as `facts_of`, without a call
@@ -83,36 +83,50 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if facts.cudnn_chooses:
             core.device.enforce(False)  # until the next save: what it is refused it does not say
-        made_bytes = 0
-        if _graph_task() != -1:
-            watched, keep_track = facts.writes and (learner.in_step or core.has_recipes), False
-        elif _grad_enabled():
-            if self._step_ends.needed:
-                core.forward_again()
-            routine, off = learner.routine, None
-            way = routine.way(func) if routine is not None else Way.RECORD
-            if way is None:
-                way = self._unexpected()
-            elif routine is not None and routine.alone is not None:
-                off = routine.alone.turns.get(routine.calls)
-                if off is not None:  # what this op saves of its results, and the next one of its arguments
-                    core.stretches.turn(off, routine.calls)
-            if way is Way.NOTE and core.noted.on:
-                return self._note(func, facts, args, kwargs)
-            if way is not Way.PASS:
-                return self._record(func, facts, args, kwargs)
-            watched, keep_track = facts.writes, False
-            if routine is not None:
-                if off is None and not (watched or facts.seeded or facts.cudnn_chooses):
-                    routine.passed()
-                if core.stretches.off:
-                    made_bytes = routine.made_bytes[routine.calls - 1]
-        else:
-            keep_track = learner.in_step
-            watched = keep_track or (facts.writes and core.has_recipes)
+        if _graph_task() == -1 and _grad_enabled():
+            return self._forward(func, facts, args, kwargs)
+        keep_track = _graph_task() == -1 and learner.in_step
+        watched = keep_track or (facts.writes and (learner.in_step or core.has_recipes))
+        return self._let_pass(func, facts, args, kwargs, watched, keep_track)
+
+    def _forward(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An op of forward, with gradients on: it goes the way that the routine has for it, or is recorded."""
+        core, learner = self._core, self._learner
+        if self._step_ends.needed:
+            core.forward_again()
+        routine, off, made_bytes = learner.routine, None, 0
+        way = routine.way(func) if routine is not None else Way.RECORD
+        if way is None:
+            way = self._unexpected()
+        elif routine is not None and routine.alone is not None:
+            off = routine.alone.turns.get(routine.calls)
+            if off is not None:  # what this op saves of its results, and the next one of its arguments
+                core.stretches.turn(off, routine.calls)
+        if way is Way.NOTE and core.noted.on:
+            return self._note(func, facts, args, kwargs)
+        if way is not Way.PASS:
+            return self._record(func, facts, args, kwargs)
+        if routine is not None:
+            if off is None and not (facts.writes or facts.seeded or facts.cudnn_chooses):
+                routine.passed()
+            if core.stretches.off:
+                made_bytes = routine.made_bytes[routine.calls - 1]
+        return self._let_pass(func, facts, args, kwargs, facts.writes, made_bytes=made_bytes)
+
+    def _let_pass(
+        self,
+        func: OpOverload,
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        watched: bool,
+        keep_track: bool = False,
+        made_bytes: int = 0,
+    ) -> Any:
+        """Run an op that gets no recipe. `watched`: what it overwrites may be minded, with `keep_track` in any case."""
         if watched and (keep_track or self._minds(facts, args, kwargs)):
             return self._watch(func, facts, args, kwargs, keep_track)
-        drawn = drawn_from(facts, args, kwargs, core.device.torch_device) if facts.seeded else (None, None)
+        drawn = drawn_from(facts, args, kwargs, self._core.device.torch_device) if facts.seeded else (None, None)
         result = self._pass(func, args, kwargs, made_bytes, *drawn)
         if facts.writes_lists:
             count_write(tensors_written(facts, (), args, kwargs))
