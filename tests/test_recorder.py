@@ -413,6 +413,17 @@ def test_ops_without_gradients_are_not_recorded(core):
     assert names(core) == []
 
 
+def test_within_a_step_what_is_made_without_gradients_is_known(core):
+    """What is made of it may be replayed."""
+    x = torch.randn(4)
+    core.engine.learner.begin(recording=True)
+    core.engine.learner.packed(0, 0)
+    with Recorder(core), torch.no_grad():
+        made = x.sin()
+    found = record(core, made)
+    assert found is not None and found.op is None and names(core) == []
+
+
 def test_backward_is_not_recorded(core):
     x = torch.randn(4, requires_grad=True)
     with Recorder(core):
