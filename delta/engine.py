@@ -36,6 +36,7 @@ from delta.room import Room
 from delta.routine import Routine
 from delta.ruled import Ruled
 from delta.settling import Settling
+from delta.sizes import Sizes
 from delta.step_ends import StepEnds
 from delta.totals import StepSummary, Totals
 from delta.transfers import Transfers
@@ -94,6 +95,9 @@ class Engine:
             else Learner(policy.filter.min_bytes, make_plan, aim)
         )
         self.learner.selective = not policy.rules  # they ask for the names of ops
+        if policy.planner.kind == "profile" and self.learner.selective and not announced:
+            least_bytes = policy.filter.min_bytes
+            self.learner.sizes = Sizes(least_bytes, self.planning.plan_once, budget.limit_bytes, aim)
         self.planning.learner = self.learner
         self.learner.amend = self.planning.amend
         if self.planning.heeds_late:
@@ -111,9 +115,16 @@ class Engine:
         self.replays = Replays(policy, ledger, room, recall, self._descent, self._settling, totals)
         self.transfers = Transfers(ledger, room, recall, learner, self._settling, totals)
         self.step_ends = StepEnds()
-        least_bytes = policy.filter.min_bytes
         self.expected = Expected(
-            ledger, learner, keeping, room, recall, self.step_ends, self._headroom, least_bytes, self._net_ns
+            ledger,
+            learner,
+            keeping,
+            room,
+            recall,
+            self.step_ends,
+            self._headroom,
+            policy.filter.min_bytes,
+            self._net_ns,
         )
         self._largest_bytes = 0
         self._lost_ns = 0
@@ -430,7 +441,7 @@ class Engine:
     def stays(self, nbytes: int) -> bool:
         """Whether a saved storage of that size stays as it is until its last handle has died, whatever comes. Not where
         sizes change from step to step: then one that stays in this step may be evicted in the next."""
-        return nbytes < self.policy.filter.min_bytes and not self.looks
+        return nbytes < self.policy.filter.min_bytes and not (self.looks or self.learner.asks_all)
 
     def asked(self, handle: int, in_backward: bool) -> None:
         """Somebody asks for the record of a handle that `stays`: there is nothing to decide."""
@@ -438,7 +449,7 @@ class Engine:
         if in_backward:
             self.step_ends.need(rec.stretch)
         if self.learner.in_step and rec.saved_at >= 0:
-            self.learner.asked()
+            self.learner.asked(rec.saved_at if rec.kind is not Kind.PARAMETER else -1)
 
     def need(self, handle: int, now_ns: int, in_backward: bool = False) -> list[Instruction]:
         """Somebody asks for the record of a handle, `in_backward` or looking. It stays pinned until `served`."""

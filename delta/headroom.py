@@ -133,9 +133,9 @@ class HeadRoom:
     @property
     def working_bytes(self) -> int:
         """The working set of what runs next: as learned, else the largest of the step so far."""
-        if self._learner.plan is None or self._at is None:
-            return self._working_bytes
         known = self._learner.beside.needs if self._at is self.measured.needs else self._learner.beside.saves
+        if self._learner.plan is None or self._at is None or not known.working:
+            return self._working_bytes
         position = len(self._at.levels) - 1  # a look comes before it moves on
         return max(known.working[position : position + 2], default=0)
 

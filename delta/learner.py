@@ -19,6 +19,7 @@ from delta.planner.common import keep_common
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
 from delta.profile import CRAMPED, MOVED, REFINEMENTS, ROOMIER, TIGHTENINGS, TIGHTEST, Profile, refine, with_beside
 from delta.routine import Routine, Way, routine_of, settled, ways_of
+from delta.sizes import OBSERVED, Foretold, Sizes
 from delta.types import ANY_LOOK, Action, Encoding, Kind, Look, Mode, OpInfo
 
 KINDS = 64  # kinds of step remembered, the least recently used forgotten first
@@ -28,6 +29,7 @@ AIM = 0.99  # plans leave this much of the limit unused: copies are never exactl
 NOTHING = Beside()
 NO_STRAYS: Mapping[int, Action] = {}
 OFTEN = 2  # so many steps running that leave their routine are no accident: the next one is recorded whole
+WATCHFUL = 4  # after a step that was new and not recorded whole: one like it may come again soon
 NOBODY_S = -1  # in place of the record of what nobody was told of
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
@@ -49,7 +51,7 @@ class Learner:
     log: StepLog = field(default_factory=StepLog)
     packs: int = 0
     recorded: bool = False  # the recorder was on from this step's first op
-    missed: bool = False  # a step was new but not recorded whole: the next ones are, until a new one has been learned
+    missed: bool = False  # a step was new but not recorded whole, and no new one has been learned since
     began_ns: int | None = None
     standing_bytes: int = 0  # resident when the step began: left over from another
     given_up: bool = False  # this step is too long to be learned from
@@ -60,10 +62,15 @@ class Learner:
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
     selective: bool = True  # whether routines are followed at all
     alone: set[int] = field(default_factory=set)  # save orders of this step that nobody was told of
+    sizes: Sizes | None = None  # for planners that can plan for a step that was never seen
+    foretold: Foretold | None = None  # what is known of the step under way by its size alone
+    asks_all: bool = False  # small storages are asked for like others, or may be: it is not known yet how the step goes
     _following: Profile | None = None
+    _whole: int = 0  # steps to come that are recorded whole, whatever is known of them
     _left_midway: bool = False  # the routine of this step was left after some calls
     _recorded_so_far: bool = False  # at the first save of this step, if the routine has let no call pass since
     _before: Profile | None = None  # the kind of step that ended last
+    _look: Look = ANY_LOOK  # of the first saved tensor
     _costs: Iterator[tuple[object, int]] | None = None  # of the calls to come, where these are not timed once more
 
     @property
@@ -101,6 +108,8 @@ class Learner:
 
     @property
     def known_peak_bytes(self) -> int:
+        if self.foretold is not None:
+            return self.foretold.peak_bytes
         return self.current.unevicted_peak_bytes if self.current is not None else 0
 
     @property
@@ -110,17 +119,24 @@ class Learner:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the step under way is recorded for its times: the first of all, or once more for a better plan. (Were
-        each new kind timed, a program without two equal steps would do nothing else.)"""
+        """Whether the step under way is recorded for its times: one of the first that others are foretold by, or once
+        more for a better plan. (Were each new kind timed, a program without two equal steps would do nothing else.)"""
         if self.make_plan is None or not self.recorded:
             return False
         profile = self.current
-        return not self.profiles if profile is None else not profile.idle and profile.refined < REFINEMENTS
+        if profile is None:
+            return len(self.profiles) < (OBSERVED if self.sizes is not None else 1)
+        return not profile.idle and profile.refined < REFINEMENTS
 
     @property
     def all_idle(self) -> bool:
         """Whether every kind of step seen so far fitted."""
         return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)
+
+    @property
+    def foretells(self) -> bool:
+        """Whether sizes change from step to step, and the first save tells how a step goes."""
+        return self.sizes is not None and self.sizes.ready
 
     @property
     def steps_alike(self) -> int:
@@ -148,8 +164,10 @@ class Learner:
             return
         if not self.packs:
             self.log.calls_before = len(self.log.calls)
+            self._look = look
         key = self._key(signature, look)
         self.log.signatures.append(key)
+        self.log.structures.append(look.structure)
         self.log.calls_at.append(len(self.log.calls))
         self.packs += 1
         follows = self.current
@@ -157,16 +175,37 @@ class Learner:
             follows is not None and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != key)
         ):
             self._match()
-            if self.routine is not None and self.current is not self._following:
+            if self.routine is not None and (self.current is None or self.current.routine is not self.routine):
                 self.leave_routine()
+            if self.packs == 1:
+                self._join()
 
-    def expects(self, signature: int) -> int:
-        """The save order of the storage that the next tensor is saved on, if it is the one that the routine expects and
-        is kept, or dropped at once; else -1."""
+    def _join(self) -> None:
+        """Where sizes change, a step is recorded until its first save tells which routine it follows."""
+        self.asks_all = False
+        if self.sizes is None or not self.foretells or not self.recorded or self._whole:
+            return
+        if self.current is None or self.current.routine is None:
+            self.foretold = self.sizes.foretell(self._look, self.standing_bytes)
+            if self.foretold is not None:
+                self.current, self.mode, self.asks_all = self.foretold.profile, Mode.PLANNED, True
+        if self.current is None or self.current.routine is None:
+            return
+        self.routine, self.recorded = self.current.routine, False
+        self.routine.restart()
+        for call, _ in self.log.calls:
+            self.routine.way(call)
+
+    def expects(self, signature: int, nbytes: int) -> int:
+        """The save order of the storage of `nbytes` that the next tensor is saved on, if it is the one that the routine
+        expects and is kept, or dropped at once; else -1."""
         at, routine, profile = self.packs, self.routine, self.current
         if not at or routine is None or profile is None or at >= len(routine.orders):
             return -1
-        return routine.orders[at] if profile.signatures[at] == signature else -1
+        if profile.signatures[at] != signature:
+            return -1
+        order = routine.orders[at]
+        return order if order < 0 or not routine.most_bytes or nbytes <= routine.most_bytes[order] else -1
 
     def came(self, signature: int, order: int) -> None:
         """That tensor was packed."""
@@ -312,12 +351,22 @@ class Learner:
         if self.given_up:
             return
         log = self.log
+        if self.foretold is not None and kind is not Kind.PARAMETER:
+            self._check_size(len(log.saves), nbytes)
         log.saves.append(record)
         log.save_ns.append(now_ns - (self.began_ns or 0))
         log.ops_before.append(len(log.ops))
         log.needs_before.append(len(log.needs))
         log.nbytes[record] = nbytes
         log.kinds[record] = kind
+
+    def _check_size(self, order: int, nbytes: int) -> None:
+        """A step that was foretold goes otherwise where a storage is larger than it can be."""
+        profile = self.current
+        routine = profile.routine if profile is not None else None
+        if routine is not None and (order >= len(routine.most_bytes) or nbytes > routine.most_bytes[order]):
+            self.leave_routine()
+            self.current, self.mode = None, Mode.OBSERVE
 
     def encodable(self, record: int, encoding: Encoding) -> None:
         """A record just saved can be kept in a smaller form."""
@@ -338,9 +387,12 @@ class Learner:
         log = self.log
         log.kept = orders if not log.needs else log.kept & orders
 
-    def asked(self) -> None:
-        """Somebody asks for a saved storage."""
-        self.log.asked = True
+    def asked(self, order: int = -1) -> None:
+        """Somebody asks for a saved storage that always stays; `order`: its save order, where that may be learned."""
+        log = self.log
+        log.asked = True
+        if self.recorded and order >= 0 and not self.given_up:
+            log.asked_small.append((order, len(log.needs), len(log.saves)))
 
     def needed(self, order: int, now_ns: int) -> None:
         """Somebody asks for one that may have gone."""
@@ -367,6 +419,7 @@ class Learner:
         if self.given_up:
             return
         self.log.releases.append((order, len(self.log.needs)))
+        self.log.small_before.append(len(self.log.asked_small))
         self.log.released_in.append(len(self.log.turn_ends))
 
     def turn_ended(self, now_ns: int) -> None:
@@ -408,7 +461,15 @@ class Learner:
         strays: Mapping[int, Action],
         beside: Beside,
     ) -> None:
-        log, profile = self.log, self._profile_of_step()
+        log = self.log
+        if self.foretold is not None and self.sizes is not None:
+            as_told = self.routine is not None and self.packs == len(self.foretold.profile.signatures)
+            self.sizes.ended(self.foretold, as_told, peak_bytes, limit_bytes)
+            self._whole = 0 if as_told else WATCHFUL
+            self._expect(None)
+            return
+        self._whole = max(0, self._whole - 1)
+        profile = self._profile_of_step()
         if profile is None and log.asked and (fitted or (self.recorded and log.needs)):
             graph = with_beside(self._graph(), beside)
             profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim, beside=beside)
@@ -416,9 +477,9 @@ class Learner:
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]
             self._plan(profile, limit_bytes, fitted)
-            self.missed = False
+            self.missed, self._whole = False, 0
         elif profile is None and log.asked:
-            self.missed = True
+            self.missed, self._whole = True, WATCHFUL
         elif profile is not None:
             self.profiles.remove(profile)
             self.profiles.insert(0, profile)
@@ -427,6 +488,8 @@ class Learner:
             over = limit_bytes is not None and peak_bytes > limit_bytes
             settled = profile.plan is known and self._settled(profile, strays, over)
             profile.routine = self._routine(profile) if settled and not (over and profile.can_tighten) else None
+        if self.sizes is not None and self.recorded and log.needs:
+            self.sizes.learn(log, self._look.sizes, self.replay_ns)
         self._expect(profile)
 
     def _settled(self, profile: Profile, strays: Mapping[int, Action], over: bool) -> bool:
@@ -474,7 +537,7 @@ class Learner:
         if self.device_times is not None and following is not None and following.refined == REFINEMENTS - 1:
             # The last step whose moments count: events around each op would have it seem longer than it is.
             self._costs = following.costs_ns(self.replay_ns)
-        if following is not None and following.routine is not None and not self.missed:
+        if following is not None and following.routine is not None and not self._whole and not self.foretells:
             self.routine = following.routine
             self.routine.restart()
 
@@ -499,7 +562,9 @@ class Learner:
         return next((plan.actions for plan in plans if len(plan.actions) == len(graph.saved)), ())
 
     def planned_as(self, graph: StepGraph, aim_bytes: int) -> Profile | None:
-        """The kind of step that is planned for just this, if there is one still."""
+        """The kind of step that is planned for just this, if there is one still that may come again."""
+        if self.foretells:
+            return None
         planned = (p for p in self.profiles if p.planned_graph is graph and p.aim_bytes == aim_bytes)
         return next((profile for profile in planned if profile.plan is not None), None)
 
@@ -530,6 +595,8 @@ class Learner:
         self.began_ns = None
         self.given_up = False
         self._left_midway = False
+        self.foretold = None
+        self.asks_all = self.foretells
         self.alone.clear()
         self.late.clear()
 

@@ -52,10 +52,20 @@ class Planning:
 
     def plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan | None:
         """A plan for steps like `graph`, at once. None where a planner of the program's own has failed."""
-        self.made += 1
         aim_bytes = limit_bytes
         if self.by_position and not graph.beside_saves:
             limit_bytes = max(0, limit_bytes - self._budget.other_bytes)
+        task = self._task(graph, limit_bytes, forced)
+        plan = self._ask(task)
+        if plan is not None and self._kind in BESIDE and not self._announced and not plan.idle:
+            self._open = [*(other for other in self._open if other.task.graph is not graph), _Open(task, aim_bytes)]
+        return plan
+
+    def plan_once(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan | None:
+        """The same for a step that may not come again, with nothing held open. The limit is that for activations."""
+        return self._ask(self._task(graph, limit_bytes, forced))
+
+    def _task(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Task:
         task = Task(
             graph,
             limit_bytes,
@@ -66,14 +76,10 @@ class Planning:
             self._policy.planner,
             () if self._announced else self.learner.actions_for(graph),
         )
-        if forced:
-            task = replace(task, forced=obeyed_rules(task))
-        plan = self._ask(task)
-        if plan is not None and self._kind in BESIDE and not self._announced and not plan.idle:
-            self._open = [*(other for other in self._open if other.task.graph is not graph), _Open(task, aim_bytes)]
-        return plan
+        return replace(task, forced=obeyed_rules(task)) if forced else task
 
     def _ask(self, task: Task) -> Plan | None:
+        self.made += 1
         planner = PLANNERS[self._kind]
         if self._kind in SHIPPED_PLANNERS:
             return planner(task)

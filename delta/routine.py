@@ -49,6 +49,7 @@ class Routine:
         "followed",
         "left",
         "made_bytes",
+        "most_bytes",
         "noted",
         "orders",
         "passing",
@@ -91,6 +92,7 @@ class Routine:
         self.orders, self.dropped, self.read, self.noted = orders, frozenset(dropped), frozenset(read), frozenset(noted)
         self.coming_bytes = coming_bytes
         self.alone = alone
+        self.most_bytes: Sequence[int] = ()  # by save order, where the sizes of a step are not known before it begins
         self.followed = 0  # steps that have gone so
         self.left = 0  # the last ones that began so and then went otherwise
         self.restart()

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from delta.errors import DeltaError, StorageModifiedError
 from delta.runtime.handle import LET_GO, Handle
-from delta.runtime.kept import KeptTensor, signature_of
+from delta.runtime.kept import KeptTensor, signature_of, structure_of
 from delta.runtime.note import NotedTensor
 from delta.runtime.split import may_split, split
 from delta.runtime.versions import counter_of, over, without_graph
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
-from delta.types import ANY_LOOK, Look
+from delta.types import Look
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -65,7 +65,8 @@ class Hooks:
                 core.raise_warnings()
             return watched
         nbytes = tensor.untyped_storage().nbytes()
-        signature = signature_of(tensor, nbytes)
+        known_by_size = core.engine.learner.foretold is None
+        signature = signature_of(tensor, nbytes) if known_by_size else structure_of(tensor)
         if (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
             return kept
         handle = self._handle(tensor, tensor._version, nbytes, signature)
@@ -76,7 +77,7 @@ class Hooks:
     def _handle(self, tensor: Tensor, version: int, nbytes: int, signature: int) -> Handle:
         core = self._core
         stays = core.engine.stays(nbytes)
-        look = Look(hash((tensor.dim(), tensor.dtype)), tuple(tensor.shape)) if core.engine.looks else ANY_LOOK
+        look = Look(structure_of(tensor), tuple(tensor.shape))
         view, counter = View.of(tensor), counter_of(tensor)
         with core:
             record = core.saved(tensor, signature, look, stays)

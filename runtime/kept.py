@@ -62,7 +62,6 @@ class KeptTensors:
         self._engine = core.engine
         self._expected, self._learner = core.engine.expected, core.engine.learner
         self._step_ends = core.engine.step_ends
-        self._least_bytes = core.engine.policy.filter.min_bytes
         self._tensors: list[weakref.ref[KeptTensor]] = []
 
     def pack(self, tensor: Tensor, nbytes: int, signature: int) -> KeptTensor | NotedTensor | Handle | None:
@@ -75,7 +74,7 @@ class KeptTensors:
         if core.inbox.notes:
             core.hear()
         with core.lock:
-            order = learner.expects(signature)
+            order = learner.expects(signature, nbytes)
             routine = learner.routine
             if order < 0 or routine is None:
                 return None
@@ -102,7 +101,7 @@ class KeptTensors:
                     return None
                 if record is not None:
                     core.slots[record].storage = storage
-                packed = KeptTensor(core, kept, tensor, self._step_ends.stretch, nbytes < self._least_bytes)
+                packed = KeptTensor(core, kept, tensor, self._step_ends.stretch, self._engine.stays(nbytes))
                 if (made := core.noted.made.get(key)) is not None and packed.tensor is not None:
                     made.is_kept_as(tensor, packed.tensor)
                 self._tensors.append(weakref.ref(packed))
@@ -183,3 +182,8 @@ class KeptTensors:
 def signature_of(tensor: Tensor, nbytes: int) -> int:
     """What steps are told apart by, of a saved tensor on a storage of `nbytes`."""
     return hash((tensor.shape, tensor.stride(), tensor.dtype, nbytes))
+
+
+def structure_of(tensor: Tensor) -> int:
+    """... and what of it is the same at every size."""
+    return hash((tensor.dim(), tensor.dtype))

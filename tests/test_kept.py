@@ -670,9 +670,9 @@ def test_what_has_died_counts_no_more_at_the_next_save(monkeypatch: pytest.Monke
     net, expects, waiting = fresh(), Learner.expects, []
     with steady(net) as core:
 
-        def noted(learner: Learner, signature: int) -> int:
+        def noted(learner: Learner, signature: int, nbytes: int) -> int:
             waiting.append(len(core.inbox.notes))
-            return expects(learner, signature)
+            return expects(learner, signature, nbytes)
 
         monkeypatch.setattr(Learner, "expects", noted)
         loss_of(net).backward()

@@ -103,7 +103,7 @@ def test_a_program_that_takes_another_turn_stays_exact(steps):
     assert Mode.OBSERVE not in [step.mode for step in steps][OBSERVED:]
 
 
-def test_the_default_policy_observes_every_new_size(steps):
+def test_other_policies_observe_every_new_size(steps):
     """What the tests above are about."""
-    under(delta.load_policy("delta", {"filter.min_bytes": 0}), shapes(6, (4,)), activations=LIMIT_BYTES)
+    under(delta.load_policy("capuchin", {"filter.min_bytes": 0}), shapes(6, (4,)), activations=LIMIT_BYTES)
     assert [step.mode for step in steps].count(Mode.OBSERVE) > OBSERVED

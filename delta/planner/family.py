@@ -14,7 +14,7 @@ from math import ceil
 
 from delta.planner.estimate import Dims, Estimator, Form, Interval
 from delta.planner.steplog import Node, StepGraph
-from delta.types import Action
+from delta.types import Action, OpInfo
 from delta.units import Share
 
 SAMPLES = 16  # input sizes remembered of a family; the oldest is forgotten first
@@ -182,11 +182,7 @@ def round_up(size: int, rounding: Share) -> int:
 def pruned(graph: StepGraph) -> StepGraph:
     """The graph without the ops that no saved storage depends on: those before the first step, such as the making of
     parameters, and those between two steps, which differ."""
-    wanted = {node for node in graph.saved if not graph.nodes[node].rooted}
-    for op in reversed(graph.ops):
-        if not wanted.isdisjoint(op.outputs):
-            wanted.update(node for node in op.inputs if not graph.nodes[node].rooted)
-    kept = [op for op in graph.ops if not wanted.isdisjoint(op.outputs)]
+    kept = kept_ops(graph)
     number = {op.id: place for place, op in enumerate(kept)}
     used = dict.fromkeys(node for op in kept for node in (*op.inputs, *op.outputs))
     place = {node: index for index, node in enumerate([*used, *(node for node in graph.saved if node not in used)])}
@@ -212,6 +208,15 @@ def pruned(graph: StepGraph) -> StepGraph:
         ),
         saved=moved(graph.saved),
     )
+
+
+def kept_ops(graph: StepGraph) -> list[OpInfo]:
+    """The ops of the graph that are left in it when it is pruned."""
+    wanted = {node for node in graph.saved if not graph.nodes[node].rooted}
+    for op in reversed(graph.ops):
+        if not wanted.isdisjoint(op.outputs):
+            wanted.update(node for node in op.inputs if not graph.nodes[node].rooted)
+    return [op for op in graph.ops if not wanted.isdisjoint(op.outputs)]
 
 
 def _skeleton(graph: StepGraph) -> tuple[object, ...]:

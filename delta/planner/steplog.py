@@ -38,11 +38,14 @@ class StepLog:
     loose_at: dict[int, int] = field(default_factory=dict)  # save order -> saves when the program had let go of it
     kept: set[int] = field(default_factory=set)  # save orders that the program used before every need
     signatures: list[int] = field(default_factory=list)  # one for every pack, repeated saves included
+    structures: list[int] = field(default_factory=list)  # ... and what of it is the same at every size
     orders: list[int] = field(default_factory=list)  # ... and the save order of its storage
     calls_at: list[int] = field(default_factory=list)  # ... and the calls that had come before it
     needs: list[tuple[int, int]] = field(default_factory=list)  # (save order, net time)
     asked: bool = False  # backward has begun to ask, be it only for what always stays
+    asked_small: list[tuple[int, int, int]] = field(default_factory=list)  # for that: save order, needs, saves before
     releases: list[tuple[int, int]] = field(default_factory=list)  # (save order, number of needs before)
+    small_before: list[int] = field(default_factory=list)  # ... and how often small ones had been asked for
     nbytes: dict[int, int] = field(default_factory=dict)
     kinds: dict[int, Kind] = field(default_factory=dict)
     encodings: dict[int, Encoding] = field(default_factory=dict)

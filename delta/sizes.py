@@ -1,0 +1,217 @@
+"""Steps at sizes that were never seen, of a program whose steps differ in nothing else.
+
+A language model that is trained on batches as long as their longest sequence hardly ever has the same step twice, and
+to record each takes several times as long as the step where the host is slower than the device. But its calls are the
+same ones at every size, and bytes and times follow from the size of its input (`planner/family.py`, after Mimose). So
+once steps of one structure have been recorded whole at a few sizes, the next is known by the first tensor that it
+saves: a plan is made for its size rounded up, which fits where everything is a little larger, and a routine, as if such
+a step had been seen.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from delta.planner.common import keep_common
+from delta.planner.estimate import Dims
+from delta.planner.family import SAMPLES, Family, kept_ops
+from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
+from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile
+from delta.routine import Routine, routine_of
+from delta.types import Action, Look
+from delta.units import Share
+
+OBSERVED = 3  # sizes of one structure that are recorded before others are foretold
+PROGRAMS = 8  # structures remembered, the one used longest ago forgotten first
+PLANS = 256  # ... and plans of each
+ROUNDING = Share(0.05)  # a plan serves sizes that are smaller by at most this
+OFTEN = 2  # so many steps running that went otherwise than foretold, and their program is learned anew, from more steps
+
+MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
+Limit = Callable[[int], int | None]
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """Steps that differ in their sizes only."""
+
+    structure: tuple[int, ...]
+    aim: float  # plans aim at this share of the limit; less after a step whose peak was over it
+    logs: dict[Dims, StepLog] = field(default_factory=dict)  # until there are enough of them
+    wanted: int = OBSERVED  # so many are enough
+    family: Family | None = None
+    course: StepLog = field(default_factory=StepLog)  # how such a step goes, at any size
+    plans: dict[Dims, Profile] = field(default_factory=dict)
+    left: int = 0  # the last steps that went otherwise than foretold
+
+
+class Foretold(NamedTuple):
+    """A step that has begun, as it is going to be: a profile for its size rounded up, and at least how high its own
+    peak would be if nothing were evicted."""
+
+    program: Program
+    profile: Profile
+    peak_bytes: int
+
+
+class Sizes:
+    """The programs that are known. `limit`: the limit in bytes, given the unevicted peak of a step."""
+
+    def __init__(self, min_bytes: int, make_plan: MakePlan, limit: Limit, aim: float) -> None:
+        self._min_bytes, self._make_plan, self._limit, self._aim = min_bytes, make_plan, limit, aim
+        self._programs: list[Program] = []  # used last first
+        self.ready = False  # some step may be foretold
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+    def learn(self, log: StepLog, dims: Dims, replay_ns: int) -> None:
+        """A step was recorded from its first op to its last release; `dims` are those of the first tensor it saved.
+        `replay_ns`: what a replay takes beside the op's own time."""
+        if any(log.needs_before) or len(log.structures) != len(log.signatures) or not dims:
+            return
+        if any(saves < len(log.saves) for _, _, saves in log.asked_small):
+            return  # backward begins before forward has ended
+        structure = tuple(log.structures)
+        program = self._program(structure) or Program(structure, self._aim)
+        if program.family is None:
+            program.logs.setdefault(dims, log)
+            if len(program.logs) >= program.wanted:
+                self._found(program, replay_ns)
+        elif dims not in program.family.sizes:
+            graph = self._graph(log, replay_ns)
+            if program.family.takes(structure, dims, graph):
+                program.family.learn(dims, graph, {})
+                program.course = course_of(log, graph)
+                program.plans.clear()
+            else:
+                program = Program(structure, self._aim, {dims: log}, program.wanted)
+        self._use(program)
+
+    def _program(self, structure: tuple[int, ...]) -> Program | None:
+        return next((known for known in self._programs if known.structure == structure), None)
+
+    def _use(self, program: Program) -> None:
+        others = [known for known in self._programs if known.structure != program.structure]
+        self._programs = [program, *others][:PROGRAMS]
+        self.ready = any(known.family is not None for known in self._programs)
+
+    def _found(self, program: Program, replay_ns: int) -> None:
+        """There are enough steps, if they differ in their sizes only; those that differ otherwise from the last one are
+        forgotten."""
+        (dims, last), *others = reversed(program.logs.items())
+        graph = self._graph(last, replay_ns)
+        family = Family(program.structure, dims, graph, {}, self._min_bytes)
+        for size, log in others:
+            other = self._graph(log, replay_ns)
+            if family.takes(program.structure, size, other):
+                family.learn(size, other, {})
+            else:
+                del program.logs[size]
+        if len(program.logs) >= program.wanted:
+            program.family, program.course = family, course_of(last, graph)
+            program.logs.clear()
+
+    def _graph(self, log: StepLog, replay_ns: int) -> StepGraph:
+        return build_graph(with_small_needs(log), self._min_bytes, replay_ns)
+
+    # -- foretelling --------------------------------------------------------------------------------------------------
+    def foretell(self, look: Look, standing_bytes: int) -> Foretold | None:
+        """The step whose first saved tensor looks so; None if none like it is known. `standing_bytes`: what is resident
+        already, left over from another step."""
+        for program in self._programs:
+            family = program.family
+            if family is None or program.structure[0] != look.structure or len(look.sizes) != len(family.sizes[0]):
+                continue
+            peak_bytes = family.expects(look.sizes).peak_bytes
+            limit_bytes = self._limit(peak_bytes)
+            if limit_bytes is None:
+                return None
+            profile = self._profile(program, family, look.sizes, max(0, limit_bytes - standing_bytes))
+            return Foretold(program, profile, peak_bytes) if profile is not None else None
+        return None
+
+    def _profile(self, program: Program, family: Family, dims: Dims, limit_bytes: int) -> Profile | None:
+        """... for the size rounded up, as it was made before under no higher a limit."""
+        size = family.rounded(dims, ROUNDING)
+        known = program.plans.get(size)
+        if known is not None and known.planned_for_bytes <= limit_bytes <= ROOMIER * known.planned_for_bytes:
+            return known
+        graph = keep_common(family.graph(size))
+        aim_bytes = int(max(0, limit_bytes - graph.common_bytes) * program.aim)
+        plan = self._make_plan(graph, aim_bytes, {})
+        if plan is None:
+            return None
+        made = Profile(program.structure, graph, 0, {}, program.aim, plan, planned_for_bytes=limit_bytes)
+        made.routine = self._routine(program, made)
+        program.plans[size] = made
+        if len(program.plans) > PLANS:
+            del program.plans[next(iter(program.plans))]
+        return made
+
+    @staticmethod
+    def _routine(program: Program, profile: Profile, notes: bool = True) -> Routine:
+        assert profile.plan is not None
+        routine = routine_of(program.course, profile.graph, profile.plan, notes)
+        routine.most_bytes = profile.graph.saved_bytes
+        return routine
+
+    # -- the end of a step --------------------------------------------------------------------------------------------
+    def ended(self, foretold: Foretold, as_told: bool, peak_bytes: int, limit_bytes: int | None) -> None:
+        """A step that was foretold has ended. `as_told`: its calls and saves were those foretold."""
+        program, profile, _ = foretold
+        program.left = 0 if as_told else program.left + 1
+        if program.left >= OFTEN:
+            program = Program(program.structure, self._aim, wanted=min(2 * program.wanted, SAMPLES))
+        self._use(program)
+        if program.family is None:
+            return
+        if limit_bytes is not None and peak_bytes > limit_bytes and program.aim > TIGHTEST:
+            program.aim = max(TIGHTEST, program.aim * limit_bytes / peak_bytes)
+            program.plans.clear()
+        elif profile.cramped >= CRAMPED and profile.routine is not None and profile.routine.noted:
+            profile.routine = self._routine(program, profile, notes=False)
+
+
+def course_of(log: StepLog, graph: StepGraph) -> StepLog:
+    """How a step goes, as far as it is the same at every size: what a routine is made from, with the ops that are left
+    in `graph` when it is pruned. `graph` was made from `log`."""
+    kept = [op.id for op in kept_ops(graph)]
+    number = {op: place for place, op in enumerate(kept)}
+    return StepLog(
+        calls=[(call, number.get(op, -1)) for call, op in log.calls],
+        calls_before=log.calls_before,
+        orders=log.orders,
+        releases=log.releases,
+        ops_before=[bisect_left(kept, before) for before in log.ops_before],
+    )
+
+
+def with_small_needs(log: StepLog) -> StepLog:
+    """The log with the needs of what is too small to be evicted, of which a step has none: what is too small at one
+    size is not at another."""
+    needs: list[tuple[int, int]] = []
+    small = [(before, order) for order, before, _ in log.asked_small]
+    at = 0
+    for position, need in enumerate((*log.needs, (-1, log.end_ns))):
+        while at < len(small) and small[at][0] <= position:
+            needs.append((small[at][1], need[1]))
+            at += 1
+        needs.append(need)
+    releases = [(order, before + more) for (order, before), more in zip(log.releases, log.small_before, strict=True)]
+    return StepLog(
+        ops=log.ops,
+        saves=log.saves,
+        save_ns=log.save_ns,
+        ops_before=log.ops_before,
+        loose_at=log.loose_at,
+        kept=log.kept,
+        needs=needs[:-1],
+        releases=releases,
+        nbytes=log.nbytes,
+        kinds=log.kinds,
+        encodings=log.encodings,
+        end_ns=log.end_ns,
+        needs_before=log.needs_before,
+    )
