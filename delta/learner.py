@@ -464,7 +464,8 @@ class Learner:
         log = self.log
         if self.foretold is not None and self.sizes is not None:
             as_told = self.routine is not None and self.packs == len(self.foretold.profile.signatures)
-            self.sizes.ended(self.foretold, as_told, peak_bytes, limit_bytes)
+            # What a device has in use beside counted activations lowers the limit by itself.
+            self.sizes.ended(self.foretold, as_told, peak_bytes, limit_bytes if beside is NOTHING else None)
             self._whole = 0 if as_told else WATCHFUL
             self._expect(None)
             return

@@ -133,10 +133,10 @@ class Sizes:
         return None
 
     def _profile(self, program: Program, family: Family, dims: Dims, limit_bytes: int) -> Profile | None:
-        """... for the size rounded up, as it was made before under no higher a limit."""
+        """... for the size rounded up, as it was made before if it fits."""
         size = family.rounded(dims, ROUNDING)
         known = program.plans.get(size)
-        if known is not None and known.planned_for_bytes <= limit_bytes <= ROOMIER * known.planned_for_bytes:
+        if known is not None and _serves(known, limit_bytes):
             return known
         graph = keep_common(family.graph(size))
         aim_bytes = int(max(0, limit_bytes - graph.common_bytes) * program.aim)
@@ -172,6 +172,15 @@ class Sizes:
             program.plans.clear()
         elif profile.cramped >= CRAMPED and profile.routine is not None and profile.routine.noted:
             profile.routine = self._routine(program, profile, notes=False)
+
+
+def _serves(known: Profile, limit_bytes: int) -> bool:
+    """Whether a plan that was made under about this limit is within it, or no plan can be, and no better one is to be
+    expected."""
+    assert known.plan is not None
+    then_bytes, peak_bytes = known.planned_for_bytes, known.plan.peak_bytes + known.graph.common_bytes
+    within = peak_bytes <= limit_bytes or (peak_bytes > then_bytes and then_bytes <= ROOMIER * limit_bytes)
+    return within and (known.plan.idle or limit_bytes <= ROOMIER * then_bytes)
 
 
 def course_of(log: StepLog, graph: StepGraph) -> StepLog:

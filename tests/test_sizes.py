@@ -31,7 +31,7 @@ ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 WARM = [(4, 10), (4, 14), (2, 12)]
 
 
-# -- without tensors ----------------------------------------------------------------------------------------------------
+# -- without tensors --------------------------------------------------------------------------------------------------
 class Run:
     """Steps (b, t) under a limit in bytes, or a share: f makes 10·b·t bytes, g 4·b·t², h 6·b·t."""
 
@@ -129,13 +129,25 @@ def test_sizes_that_round_up_to_the_same_share_a_plan(run: Run) -> None:
     assert len(run.asked) == asked + 2
 
 
-def test_under_a_share_a_plan_is_not_for_a_smaller_limit() -> None:
-    run = Run(share=0.5)
+@pytest.mark.parametrize(
+    ("limits", "planned"),
+    [
+        ([80_000, 74_000, 73_920, 10**6], [80_000]),  # it takes 73,920 when all is kept
+        ([80_000, 73_919, 73_000], [80_000, 73_919]),  # ... then 72,336, the least there is
+        ([73_000, 76_650, 76_651], [73_000, 76_651]),  # with more room a better plan may be found
+        ([72_000, 70_000, 68_572, 68_571], [72_000, 68_571]),  # nothing fits; far lower ones may let go of more
+    ],
+)
+def test_a_plan_serves_other_limits_that_it_is_within(run: Run, limits: list[int], planned: list[int]) -> None:
+    """Under a share the limit of a size is lower than that of the one which it is rounded up to, and what a device
+    budget leaves goes up and down."""
     run.warm()
-    for length in (66, 65):
-        run.step(4, length)
-        assert run.asked[-1][1] == (10 * 4 * length + 4 * 4 * length * length + 6 * 4 * length) // 2
-        assert bytes_of(run.asked[-1][0])[0] == 10 * 4 * 66, "rounded up"
+    run.asked.clear()
+    for limit_bytes in limits:
+        run.sizes._limit = lambda peak, now=limit_bytes: now  # type: ignore[misc]
+        run.step(4, 65)
+    assert [limit_bytes for _, limit_bytes in run.asked] == planned
+    assert {bytes_of(graph)[0] for graph, _ in run.asked} == {10 * 4 * 66}
 
 
 def test_its_limit_is_a_share_of_its_own_peak_from_the_first_save_on(monkeypatch: pytest.MonkeyPatch) -> None:
