@@ -175,7 +175,7 @@ class Learner:
             follows is not None and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != key)
         ):
             self._match()
-            if self.routine is not None and (self.current is None or self.current.routine is not self.routine):
+            if self.routine is not None and self.current is not self._following:
                 self.leave_routine()
             if self.packs == 1:
                 self._join()
@@ -191,7 +191,7 @@ class Learner:
                 self.current, self.mode, self.asks_all = self.foretold.profile, Mode.PLANNED, True
         if self.current is None or self.current.routine is None:
             return
-        self.routine, self.recorded = self.current.routine, False
+        self._following, self.routine, self.recorded = self.current, self.current.routine, False
         self.routine.restart()
         for call, _ in self.log.calls:
             self.routine.way(call)

@@ -10,8 +10,9 @@ a step had been seen.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +29,9 @@ OBSERVED = 3  # sizes of one structure that are recorded before others are foret
 PROGRAMS = 8  # structures remembered, the one used longest ago forgotten first
 PLANS = 256  # ... and plans of each
 ROUNDING = Share(0.05)  # a plan serves sizes that are smaller by at most this
-OFTEN = 2  # so many steps running that went otherwise than foretold, and their program is learned anew, from more steps
+# If at least so many steps, and at least this share of all, went otherwise than foretold, their program is learned anew,
+# from twice as many sizes.
+OFTEN, MOST_OTHERWISE = 2, 1 / 8
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
 Limit = Callable[[int], int | None]
@@ -45,7 +48,17 @@ class Program:
     family: Family | None = None
     course: StepLog = field(default_factory=StepLog)  # how such a step goes, at any size
     plans: dict[Dims, Profile] = field(default_factory=dict)
-    left: int = 0  # the last steps that went otherwise than foretold
+    steps: int = 0  # that were foretold
+    otherwise: int = 0  # ... and went otherwise
+
+    @property
+    def sizes(self) -> Collection[Dims]:
+        """Those at which it is known how such a step goes."""
+        return self.family.sizes if self.family is not None else self.logs
+
+    def away(self, dims: Dims) -> float:
+        """How far that is from what is known: what a program does may depend on a size."""
+        return min((math.dist(_logs(size), _logs(dims)) for size in self.sizes), default=math.inf)
 
 
 class Foretold(NamedTuple):
@@ -76,8 +89,9 @@ class Sizes:
         structure = tuple(log.structures)
         program = self._program(structure) or Program(structure, self._aim)
         if program.family is None:
-            program.logs.setdefault(dims, log)
-            if len(program.logs) >= program.wanted:
+            if len(program.logs) < SAMPLES:
+                program.logs.setdefault(dims, log)
+            if len(program.logs) >= program.wanted:  # never, after that has been of no use for a few times
                 self._found(program, replay_ns)
         elif dims not in program.family.sizes:
             graph = self._graph(log, replay_ns)
@@ -120,17 +134,16 @@ class Sizes:
     def foretell(self, look: Look, standing_bytes: int) -> Foretold | None:
         """The step whose first saved tensor looks so; None if none like it is known. `standing_bytes`: what is resident
         already, left over from another step."""
-        for program in self._programs:
-            family = program.family
-            if family is None or program.structure[0] != look.structure or len(look.sizes) != len(family.sizes[0]):
-                continue
-            peak_bytes = family.expects(look.sizes).peak_bytes
-            limit_bytes = self._limit(peak_bytes)
-            if limit_bytes is None:
-                return None
-            profile = self._profile(program, family, look.sizes, max(0, limit_bytes - standing_bytes))
-            return Foretold(program, profile, peak_bytes) if profile is not None else None
-        return None
+        alike = (program for program in self._programs if program.structure[0] == look.structure)
+        program = min(alike, key=lambda known: known.away(look.sizes), default=None)
+        if program is None or program.family is None:
+            return None
+        peak_bytes = program.family.expects(look.sizes).peak_bytes
+        limit_bytes = self._limit(peak_bytes)
+        if limit_bytes is None:
+            return None
+        profile = self._profile(program, program.family, look.sizes, max(0, limit_bytes - standing_bytes))
+        return Foretold(program, profile, peak_bytes) if profile is not None else None
 
     def _profile(self, program: Program, family: Family, dims: Dims, limit_bytes: int) -> Profile | None:
         """... for the size rounded up, as it was made before if it fits."""
@@ -161,9 +174,10 @@ class Sizes:
     def ended(self, foretold: Foretold, as_told: bool, peak_bytes: int, limit_bytes: int | None) -> None:
         """A step that was foretold has ended. `as_told`: its calls and saves were those foretold."""
         program, profile, _ = foretold
-        program.left = 0 if as_told else program.left + 1
-        if program.left >= OFTEN:
-            program = Program(program.structure, self._aim, wanted=min(2 * program.wanted, SAMPLES))
+        program.steps += 1
+        program.otherwise += not as_told
+        if program.otherwise >= max(OFTEN, MOST_OTHERWISE * program.steps):
+            program = Program(program.structure, self._aim, wanted=2 * program.wanted)
         self._use(program)
         if program.family is None:
             return
@@ -172,6 +186,10 @@ class Sizes:
             program.plans.clear()
         elif profile.cramped >= CRAMPED and profile.routine is not None and profile.routine.noted:
             profile.routine = self._routine(program, profile, notes=False)
+
+
+def _logs(dims: Dims) -> list[float]:
+    return [math.log(size) for size in dims]
 
 
 def _serves(known: Profile, limit_bytes: int) -> bool:

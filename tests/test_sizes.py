@@ -23,7 +23,7 @@ from delta.planner.steplog import build_graph
 from delta.routine import Way
 from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
 from delta.runtime.recorder import Recorder
-from delta.sizes import OBSERVED, PROGRAMS, Foretold, Sizes, with_small_needs
+from delta.sizes import MOST_OTHERWISE, OBSERVED, OFTEN, PROGRAMS, Foretold, Sizes, with_small_needs
 from delta.types import Action, Kind, Link, Look, Mode
 
 OBSERVE, PLANNED = Mode.OBSERVE, Mode.PLANNED
@@ -64,7 +64,7 @@ class Run:
             learner.placed(i)
             learner.saved(i, nbytes, Kind.ACTIVATION, 10 * i)
             modes.append(learner.mode)
-        self.followed = learner.routine is not None
+        self.followed = learner.routine is not None and len(modes) == len(learner.routine.orders)
         for i in reversed(range(len(modes))):
             if sizes[i] < self.least and not learner.asks_all:
                 learner.asked(i)
@@ -219,13 +219,46 @@ def test_a_program_that_goes_otherwise_twice_running_is_learned_anew_from_more_s
     assert run.sizes.ready
 
 
-def test_it_is_never_asked_for_more_sizes_than_are_remembered(run: Run) -> None:
+def test_a_program_that_goes_otherwise_now_and_then_is_foretold_all_the_same(run: Run) -> None:
     run.warm()
-    for _ in range(10):
+    (program,) = run.sizes._programs
+    told = Foretold(program, run.learner.profiles[0], 0)
+    for _ in range(3):
+        for so in (False, *[True] * int(1 / MOST_OTHERWISE)):
+            run.sizes.ended(told, so, 0, None)
+    assert run.sizes._programs == [program]
+    run.sizes.ended(told, False, 0, None)
+    run.sizes.ended(told, False, 0, None)
+    assert run.sizes._programs != [program]
+
+
+def test_after_that_has_been_of_no_use_a_few_times_it_is_not_tried_any_more(run: Run) -> None:
+    run.warm()
+    count = 0
+    while run.sizes.ready:
+        count += 1
         (program,) = run.sizes._programs
-        for _ in range(2):
+        for _ in range(OFTEN):
             run.sizes.ended(Foretold(program, run.learner.profiles[0], 0), False, 0, None)
-    assert run.sizes._programs[0].wanted == SAMPLES
+        for length in range(2 * SAMPLES):
+            run.learner._whole = 0
+            if not run.sizes.ready:
+                run.step(4, 20 + length, peak=1)
+    assert count == 3
+    assert len(run.sizes._programs[0].logs) == SAMPLES, "more are not kept"
+
+
+def test_of_two_programs_that_begin_alike_the_one_seen_at_about_that_size_is_foretold(run: Run) -> None:
+    """What a program does may depend on a size: as long as a size like that has not been seen often enough, nothing is
+    foretold of it."""
+    run.warm()
+    for count, length in enumerate((100, 110, 120)):
+        modes = run.step(4, length, names="fx", peak=1)
+        assert modes == ([PLANNED] * 2 if not count else [OBSERVE] * 2)
+    run.step(4, 130, names="fx", peak=1)
+    for names, (b, t), again in [("fgh", (4, 12), 0), ("fx", (4, 90), 1), ("fgh", (3, 20), 0)]:
+        assert run.step(b, t, names=names)[0] is PLANNED and run.followed and run.learner.foretold is None, again
+        assert run.sizes._programs[0].otherwise == (names == "fgh")
 
 
 def test_after_one_that_went_otherwise_a_few_steps_are_recorded(run: Run) -> None:
