@@ -153,14 +153,15 @@ class Engine:
         """Whether a write in place could spoil something: an op may be replayed, or a step is under way."""
         return bool(self.ledger.ops) or self.learner.in_step
 
-    def minds_backward(self, hooked: Callable[[], bool]) -> bool:
+    @property
+    def minds_backward(self) -> bool:
         """Whether the ops of backward have to be seen, because they may write into what is needed still. In a step that
-        goes like others before they do so only if they ever did, or if a parameter is `hooked`: its hook may write in
-        one step and not in another. They must not be seen where something is left to autograd alone, of whose needs
-        nobody hears: some formulas compute differently under a dispatch mode (rule 17)."""
+        goes like others before they do so only if they ever did. They must not be seen where something is left to
+        autograd alone, of whose needs nobody hears: some formulas compute differently under a dispatch mode (rule 17).
+        """
         if self.learner.alone:
             return False
-        return self._backward_writes or self.learner.routine is None or not self.learner.in_step or hooked()
+        return self._backward_writes or self.learner.routine is None or not self.learner.in_step
 
     def written_unseen(self) -> None:
         """Something was written that a replay would have read, and nobody saw it: from now on backward is seen."""

@@ -29,8 +29,7 @@ OBSERVED = 3  # sizes of one structure that are recorded before others are foret
 PROGRAMS = 8  # structures remembered, the one used longest ago forgotten first
 PLANS = 256  # ... and plans of each
 ROUNDING = Share(0.05)  # a plan serves sizes that are smaller by at most this
-# If at least so many steps, and at least this share of all, went otherwise than foretold, their program is learned anew,
-# from twice as many sizes.
+# So many steps, and this share of all, went otherwise than foretold: their program is learned anew, from twice the sizes.
 OFTEN, MOST_OTHERWISE = 2, 1 / 8
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,12 +91,11 @@ class Persistent:
         """Whether the tensor's storage belongs to FSDP and may be empty when a recipe is replayed."""
         return may_be_sharded() and self.holds(tensor) and _is_in(self._refilled, tensor.untyped_storage())
 
-    def hooked(self) -> bool:
-        """Whether the program's own code runs in backward when a parameter gets its gradient."""
-        parameters = (ref() for ref in self._parameters.values())
-        return any(
-            each is not None and bool(each._backward_hooks or each._post_accumulate_grad_hooks) for each in parameters
-        )
+    def hooks(self) -> list[dict[int, Callable[..., Any]]]:
+        """The program's own code that runs in backward when a parameter gets its gradient, as PyTorch keeps it."""
+        parameters = (parameter for ref in self._parameters.values() if (parameter := ref()) is not None)
+        known = (hooks for each in parameters for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks))
+        return [hooks for hooks in known if hooks]
 
     def _found(self, tensor: Tensor, parameter: nn.Parameter) -> None:
         """A parameter's storage seen for the first time: of a new model, or gathered by FSDP."""

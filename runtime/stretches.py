@@ -81,7 +81,7 @@ class Stretches:
             return False
         if _hooks._top_saved_tensors_default_hooks(True) != self._pair:
             return False
-        if core.engine.minds_backward(core.persistent.hooked):
+        if core.engine.minds_backward:
             return False
         with core.lock:
             return core.engine.expected.may_leave_alone(calls)

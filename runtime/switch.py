@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 from delta.runtime.asker import runs_the_program_s_code
 from delta.runtime.compiled import compiled_calls
@@ -140,7 +144,7 @@ class Switch:
         """Whether the backward that begins writes into nothing that is needed still, as far as anybody can tell."""
         if self._on != [self._recorder] or _get_current_dispatch_mode() is not self._recorder:
             return False
-        return not self._core.engine.minds_backward(self._core.persistent.hooked)
+        return not self._core.engine.minds_backward
 
     @contextmanager
     def _unseen_backward(self) -> Iterator[None]:
@@ -148,11 +152,44 @@ class Switch:
         torch._C._pop_torch_dispatch_stack(None)
         self._in_backward_unseen = True
         try:
-            yield
+            with self._hooks_seen():
+                yield
         finally:
             self._in_backward_unseen = False
             torch._C._push_on_torch_dispatch_stack(self._recorder)
             self._end_writes()  # of one that failed midway, and backward with it
+
+    @contextmanager
+    def _hooks_seen(self) -> Iterator[None]:
+        """In a backward without the recorder: it is on while a parameter's hook runs, which may write in one step and
+        not in another."""
+        replaced = []
+        for hooks in self._core.persistent.hooks():
+            for key, hook in list(hooks.items()):
+                hooks[key] = seen = self._seen(hook)
+                replaced.append((hooks, key, hook, seen))
+        try:
+            yield
+        finally:
+            for hooks, key, hook, seen in replaced:
+                if hooks.get(key) is seen:  # else the program has taken it off
+                    hooks[key] = hook
+
+    def _seen(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook, with the recorder on."""
+
+        def seen(*args: Any) -> Any:
+            if self._recorder in _get_current_dispatch_mode_stack():  # it has called a backward of its own
+                return hook(*args)
+            unseen, self._in_backward_unseen = self._in_backward_unseen, False
+            torch._C._push_on_torch_dispatch_stack(self._recorder)
+            try:
+                return hook(*args)
+            finally:
+                torch._C._pop_torch_dispatch_stack(None)
+                self._in_backward_unseen = unseen
+
+        return seen
 
     def step_aside(self) -> None:
         """In backward: take the recorder off for the rest of the node that is running. So nobody hears there of an op

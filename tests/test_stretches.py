@@ -502,7 +502,7 @@ def test_what_is_written_is_told_by_autograd() -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("why", ["", "timeline", "rescue", "records", "compiled", "device budget", "parameter's hook"])
+@pytest.mark.parametrize("why", ["", "timeline", "rescue", "records", "compiled", "device budget"])
 def test_every_save_is_heard_of_where_more_may_have_to_be_done(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,8 +515,6 @@ def test_every_save_is_heard_of_where_more_may_have_to_be_done(
             core.noted.given = True
         if why == "compiled":
             core.stretches.forbid()
-        if why == "parameter's hook":  # may write, so that backward has to be seen
-            net.layers[0].weight.register_hook(lambda _: None)
         if why == "device budget":
             monkeypatch.setattr(core.engine.expected, "_headroom", SimpleNamespace(saved=int, needed=int))
         loss_of(net).backward()

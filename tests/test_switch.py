@@ -12,11 +12,20 @@ import pytest
 import torch
 from test_recorder import depth
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 import delta
 from delta.errors import StorageModifiedError
+from delta.planner import PLANNERS, Plan, Task
+from delta.planner.assemble import plan_of
+from delta.runtime.planning import PlanningAside
 from delta.runtime.recorder import Recorder
+from delta.runtime.switch import Switch
+from delta.types import Action
 
 STEPS = 12
 ODD = 9
@@ -137,10 +146,10 @@ def seen_in_backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         yield seen
 
 
-def evict(training: Training, device: str = "cpu") -> delta.evict:
+def evict(training: Training, device: str = "cpu", share: str = "60%") -> delta.evict:
     """With a model at hand only its parameters' hooks count, not those of other tests."""
     policy = delta.load_policy("recompute", {"filter.min_bytes": 0})
-    return delta.evict(activations="60%", policy=policy, model=training.model, device=device)
+    return delta.evict(activations=share, policy=policy, model=training.model, device=device)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -186,6 +195,79 @@ def test_what_backward_writes_into_is_replayed_as_it_was(writer, device):
     assert all(torch.equal(a, b) for a, b in zip(plain, evicted, strict=True))
 
 
+def four_made_again(task: Task) -> Plan:
+    """A plan that holds no matter how long ops take."""
+    nodes = [task.graph.nodes[node] for node in task.graph.saved]
+    going = [order for order, node in enumerate(nodes) if node.evictable and node.op is not None][:4]
+    actions = [Action.RECOMPUTE if order in going else Action.KEEP for order in range(len(nodes))]
+    return plan_of(task.graph, task.link, actions)
+
+
+def alone_when(monkeypatch: pytest.MonkeyPatch, training: Training) -> dict[int, int]:
+    """By step: how many storages are left to autograd alone when its backward begins."""
+    found: dict[int, int] = {}
+    around = Switch._unseen_backward
+
+    def noted(self: Switch) -> Any:
+        found[training.at] = len(self._core.engine.learner.alone)
+        return around(self)
+
+    monkeypatch.setattr(Switch, "_unseen_backward", noted)
+    return found
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("writer", [by_a_late_hook, by_a_hook_now_and_then, by_a_hook_of_a_gradient_now_and_then])
+def test_hooks_of_parameters_are_seen_where_something_is_left_alone(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the recorder must not be on in the rest of backward."""
+    monkeypatch.setitem(PLANNERS, "profile", four_made_again)
+    monkeypatch.setattr(PlanningAside, "step_begins", lambda _: None)
+    plain = trained(Training(), writer)
+    training = Training()
+    alone = alone_when(monkeypatch, training)
+    with evict(training, share="80%") as run:
+        evicted = trained(training, writer)
+    assert alone[ODD] > 0 and run.report().evictions["recompute"]
+    assert all(torch.equal(a, b) for a, b in zip(plain, evicted, strict=True))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_hooks_of_parameters_are_the_program_s_own_again_after_backward() -> None:
+    """... those that it has put there or taken off in backward as well; one that is called by a backward of a hook is
+    seen once."""
+    training, called = Training(), list[Any]()
+    weight = training.model.layers[3].weight
+    other = nn.Parameter(torch.ones(3))
+
+    def hook(_: Tensor) -> None:
+        called.append(len(_get_current_dispatch_mode_stack()))
+        if len(called) == 1:
+            handles[1].remove()
+            handles.append(weight.register_post_accumulate_grad_hook(second))
+            with torch.enable_grad():
+                (other * other).sum().backward()
+
+    def second(_: Tensor) -> None:
+        called.append("second")
+
+    def inner(_: Tensor) -> None:
+        called.append(("inner", len(_get_current_dispatch_mode_stack())))
+
+    with evict(training):
+        for _ in range(8):
+            training.step()
+        training.model.register_parameter("other", other)
+        other.register_hook(inner)
+        handles = [weight.register_post_accumulate_grad_hook(each) for each in (hook, second)]
+        training.step()
+        hooks = weight._post_accumulate_grad_hooks
+        assert hooks is not None and list(hooks.values()) == [hook, second]
+        assert other._backward_hooks is not None and list(other._backward_hooks.values()) == [inner]
+    assert called[:2] == [1, ("inner", 1)]
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("writer", "before"), [(by_a_function, True), (by_a_late_hook, False), (by_an_optimizer_now_and_then, False)]
@@ -205,9 +287,9 @@ def test_hooks_of_a_parameter_are_known_after_it_was_swapped():
         training.step()
         bias = training.model.layers[5].bias
         torch.utils.swap_tensors(bias, nn.Parameter(bias.detach().clone()))
-        assert not run._core.persistent.hooked()
+        assert not run._core.persistent.hooks()
         bias.register_hook(lambda _: None)
-        assert run._core.persistent.hooked()
+        assert run._core.persistent.hooks() == [bias._backward_hooks]
 
 
 @pytest.mark.usefixtures("one_thread")
