@@ -29,8 +29,10 @@ OBSERVED = 3  # sizes of one structure that are recorded before others are foret
 PROGRAMS = 8  # structures remembered, the one used longest ago forgotten first
 PLANS = 256  # ... and plans of each
 ROUNDING = Share(0.05)  # a plan serves sizes that are smaller by at most this
-# So many steps, and this share of all, went otherwise than foretold: their program is learned anew, from twice the sizes.
+# A program is learned anew, from twice as many sizes, once so many steps and this share of all went otherwise.
 OFTEN, MOST_OTHERWISE = 2, 1 / 8
+LARGER = 1.05  # a step is foretold if its input is not larger than any before by more than this
+VAGUE = 1.1  # ... and what it saves is known this well: the most over the least
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
 Limit = Callable[[int], int | None]
@@ -45,6 +47,8 @@ class Program:
     logs: dict[Dims, StepLog] = field(default_factory=dict)  # until there are enough of them
     wanted: int = OBSERVED  # so many are enough
     family: Family | None = None
+    most: Dims = ()  # of each dim
+    most_numel: int = 0
     course: StepLog = field(default_factory=StepLog)  # how such a step goes, at any size
     plans: dict[Dims, Profile] = field(default_factory=dict)
     steps: int = 0  # that were foretold
@@ -54,6 +58,17 @@ class Program:
     def sizes(self) -> Collection[Dims]:
         """Those at which it is known how such a step goes."""
         return self.family.sizes if self.family is not None else self.logs
+
+    def saw(self, dims: Dims) -> None:
+        """A step of that size was recorded."""
+        self.most = tuple(map(max, self.most, dims)) if self.most else dims
+        self.most_numel = max(self.most_numel, math.prod(dims))
+
+    def reaches(self, dims: Dims) -> bool:
+        """Whether it is not larger than all that was recorded. Where it is, something else may be done than ever
+        before, and it is then that the limit is hardest to hold."""
+        within = all(size <= most for size, most in zip(dims, self.most, strict=True))
+        return within and math.prod(dims) <= LARGER * self.most_numel
 
     def away(self, dims: Dims) -> float:
         """How far that is from what is known: what a program does may depend on a size."""
@@ -87,6 +102,7 @@ class Sizes:
             return  # backward begins before forward has ended
         structure = tuple(log.structures)
         program = self._program(structure) or Program(structure, self._aim)
+        program.saw(dims)
         if program.family is None:
             if len(program.logs) < SAMPLES:
                 program.logs.setdefault(dims, log)
@@ -100,6 +116,7 @@ class Sizes:
                 program.plans.clear()
             else:
                 program = Program(structure, self._aim, {dims: log}, program.wanted)
+                program.saw(dims)
         self._use(program)
 
     def _program(self, structure: tuple[int, ...]) -> Program | None:
@@ -122,6 +139,8 @@ class Sizes:
                 family.learn(size, other, {})
             else:
                 del program.logs[size]
+        if family.guesses:
+            program.wanted = max(program.wanted, 2 * OBSERVED)
         if len(program.logs) >= program.wanted:
             program.family, program.course = family, course_of(last, graph)
             program.logs.clear()
@@ -137,7 +156,13 @@ class Sizes:
         program = min(alike, key=lambda known: known.away(look.sizes), default=None)
         if program is None or program.family is None:
             return None
-        peak_bytes = program.family.expects(look.sizes).peak_bytes
+        if not (program.reaches(look.sizes) and program.family.varies_so(look.sizes)):
+            return None
+        expected = program.family.expects(look.sizes)
+        if sum(saved.most for saved in expected.saved) > VAGUE * sum(saved.least for saved in expected.saved):
+            self._went(program, as_told=False)
+            return None
+        peak_bytes = expected.peak_bytes
         limit_bytes = self._limit(peak_bytes)
         if limit_bytes is None:
             return None
@@ -173,18 +198,19 @@ class Sizes:
     def ended(self, foretold: Foretold, as_told: bool, peak_bytes: int, limit_bytes: int | None) -> None:
         """A step that was foretold has ended. `as_told`: its calls and saves were those foretold."""
         program, profile, _ = foretold
-        program.steps += 1
-        program.otherwise += not as_told
-        if program.otherwise >= max(OFTEN, MOST_OTHERWISE * program.steps):
-            program = Program(program.structure, self._aim, wanted=2 * program.wanted)
-        self._use(program)
-        if program.family is None:
-            return
+        self._went(program, as_told)
         if limit_bytes is not None and peak_bytes > limit_bytes and program.aim > TIGHTEST:
             program.aim = max(TIGHTEST, program.aim * limit_bytes / peak_bytes)
             program.plans.clear()
         elif profile.cramped >= CRAMPED and profile.routine is not None and profile.routine.noted:
             profile.routine = self._routine(program, profile, notes=False)
+
+    def _went(self, program: Program, as_told: bool) -> None:
+        program.steps += 1
+        program.otherwise += not as_told
+        if program.otherwise >= max(OFTEN, MOST_OTHERWISE * program.steps):
+            program = Program(program.structure, self._aim, wanted=2 * program.wanted)
+        self._use(program)
 
 
 def _logs(dims: Dims) -> list[float]:

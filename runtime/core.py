@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ from delta.timeline import Timeline
 from delta.types import Instruction, Kind, Look, OpInfo
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     """Stands for the recorder's switch where no recorder is."""
 
 
@@ -116,7 +117,7 @@ class Core(Entrance):
         self.stall_ns = 0
         self.oom_rescues = 0
         self.module = ""  # qualified name of the module now running, where the session knows it
-        self.at_pack: Callable[[], None] = _nothing  # turns the recorder on and off
+        self.at_pack: Callable[[FrameType], None] = _nothing  # turns the recorder on and off, in the caller's op
         self.at_unpack: Callable[[], None] = _nothing  # takes it out of backward's way
         self.may_watch = True  # while steps are traced, every saved tensor is looked after
         self.modes_below = 0  # dispatch modes that were there before the recorder

@@ -13,6 +13,8 @@ take its turn at the first call that lets go of that, with the program waiting (
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,9 +61,9 @@ class Hooks:
         if core.watching():
             watched = core.watch.pack(tensor)
             if core.watch.count == 1:
-                core.at_pack()
+                core.at_pack(sys._getframe(1))
             if core.watched_too_much():
-                self._take_over()
+                self._take_over(sys._getframe(1))
                 core.raise_warnings()
             return watched
         nbytes = tensor.untyped_storage().nbytes()
@@ -70,7 +72,7 @@ class Hooks:
         if (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
             return kept
         handle = self._handle(tensor, tensor._version, nbytes, signature)
-        core.at_pack()
+        core.at_pack(sys._getframe(1))
         core.raise_warnings()
         return handle
 
@@ -83,16 +85,16 @@ class Hooks:
             record = core.saved(tensor, signature, look, stays)
         return Handle(core, record, view, counter, version, stays)
 
-    def _take_over(self) -> None:
+    def _take_over(self, caller: FrameType) -> None:
         """What was only watched so far does not fit: look after it from here on. One that cannot be taken over, and
-        those behind it, keep their tensors."""
+        those behind it, keep their tensors. `caller`: of the op that saves."""
         for watched in self._core.watch.hand_over():
             tensor = watched.tensor
             assert tensor is not None
             watched.taken = self._handle(tensor, watched.version, watched.nbytes, signature_of(tensor, watched.nbytes))
             watched.tensor = None
             del tensor
-        self._core.at_pack()
+        self._core.at_pack(caller)
 
     def unpack(self, packed: Handle | Watched | KeptTensor | NotedTensor | Passed) -> Tensor:
         if type(packed) is Passed:

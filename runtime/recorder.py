@@ -8,9 +8,11 @@ gradients are off, ops are not recorded; only writes into known storages are not
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +60,23 @@ class Recorder(TorchDispatchMode):
     def __init__(self, core: Core) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._core, self._learner, self._step_ends = core, core.engine.learner, core.engine.step_ends
+        self._within: tuple[FrameType, int] | None = None  # the call in the middle of which it was put on the stack
+
+    def put_on_within(self, caller: FrameType) -> None:
+        """It was put on the stack by a hook, in the middle of an op that `caller` has called. What that op's kernel
+        calls comes here then, and fills what it has made where nobody sees it."""
+        self._within = caller, caller.f_lasti
+
+    def put_on_between(self) -> None:
+        """... or between two ops, or forward is over: a frame that is known keeps alive what it refers to."""
+        self._within = None
+
+    def _is_within(self) -> bool:
+        """Whether the program is in that call still. (Or there again, as in a loop: less is recorded then.)"""
+        caller = sys._getframe(3)
+        if self._within != (caller, caller.f_lasti):
+            self._within = None
+        return self._within is not None
 
     @never_compiled
     def __torch_dispatch__(
@@ -92,6 +111,8 @@ class Recorder(TorchDispatchMode):
     def _forward(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An op of forward, with gradients on: it goes the way that the routine has for it, or is recorded."""
         core, learner = self._core, self._learner
+        if self._within is not None and self._is_within():
+            return self._let_pass(func, facts, args, kwargs, facts.writes)
         if self._step_ends.needed:
             core.forward_again()
         routine, off, made_bytes = learner.routine, None, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,14 +48,18 @@ class Switch:
         self._in_backward_unseen = False
         self._optimizer_writes: tuple[list[Tensor], set[int]] | None = None  # an optimizer is at work in there
 
-    def follow(self) -> None:
-        """Do as the engine and the tracer want, if the stack allows it now."""
+    def follow(self, caller: FrameType | None = None) -> None:
+        """Do as the engine and the tracer want, if the stack allows it now. `caller`: of the op in the middle of which
+        this is."""
         if self._core.passes or self._elsewhere():
             return
+        recorded = self._recorder in self._on
         learner = self._core.engine.learner
         as_planned = learner.routine is not None and learner.packs >= 2 and self._core.may_watch
         if not self._on or not as_planned:  # else it is as it was at the first save
             self._follow(self._wanted())
+        if caller is not None and not recorded and self._recorder in self._on:
+            self._recorder.put_on_within(caller)
         if torch._C._current_graph_task_id() == -1:
             heard = self._recorder in self._on and not self._compiles and not may_be_sharded()
             self._core.device.enforce(heard)
@@ -199,6 +204,7 @@ class Switch:
         plain PyTorch's bits need an empty one. Autograd puts the stack back when the node has ended. Functions written
         in Python are no such formulas: they run the program's own code, which may write, and that has to be seen.
         """
+        self._recorder.put_on_between()
         self._core.stretches.end()  # if that is in a thread where nobody knew whose backward it is
         if torch._C._len_torch_dispatch_stack() == self._depth or torch._C._current_graph_task_id() == -1:
             return
@@ -235,6 +241,7 @@ class Switch:
         self._core.stretches.end()
         recorded = self._recorder in self._on
         if self._recorder not in wanted:
+            self._recorder.put_on_between()
             self._core.device.enforce(False)  # nobody hears of an op that finds no memory
         while self._on:
             self._on.pop().__exit__(None, None, None)

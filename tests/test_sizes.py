@@ -28,7 +28,7 @@ from delta.types import Action, Kind, Link, Look, Mode
 
 OBSERVE, PLANNED = Mode.OBSERVE, Mode.PLANNED
 ACTIONS = (Action.KEEP, Action.RECOMPUTE)
-WARM = [(4, 10), (4, 14), (2, 12)]
+WARM = [(4, 10), (4, 100), (2, 12)]
 
 
 # -- without tensors --------------------------------------------------------------------------------------------------
@@ -120,6 +120,46 @@ def test_fewer_sizes_foretell_nothing(run: Run) -> None:
     assert run.sizes.ready and run.learner.foretells
 
 
+@pytest.mark.parametrize(
+    ("size", "told"), [((4, 100), True), ((3, 50), True), ((4, 101), False), ((5, 4), False), ((1, 3), True)]
+)
+def test_a_step_larger_than_any_before_is_recorded(run: Run, size: tuple[int, int], told: bool) -> None:
+    """It may do something else, and the limit is hardest to hold."""
+    run.warm()
+    assert (run.step(*size, peak=1)[0] is PLANNED) is told
+    assert run.step(*size)[0] is PLANNED, "by now it has been seen"
+
+
+def test_nor_is_one_foretold_by_a_dim_that_has_never_varied(run: Run) -> None:
+    for length in (10, 100, 40):
+        run.step(4, length, peak=1)
+    assert run.step(4, 20)[0] is PLANNED
+    assert run.step(3, 20, peak=1) == [OBSERVE] * 3
+    assert run.step(2, 20)[0] is PLANNED
+
+
+def test_nor_is_one_foretold_by_two_dims_that_were_never_as_large_together(run: Run) -> None:
+    """But for a few percent, as in batches of about so many tokens."""
+    for size in ((8, 10), (2, 40), (4, 21)):
+        run.step(*size, peak=1)
+    assert run.step(8, 40, peak=1) == [OBSERVE] * 3
+    run = Run()
+    for size in ((8, 10), (2, 40), (4, 21)):
+        run.step(*size, peak=1)
+    assert run.step(5, 17)[0] is PLANNED
+
+
+def test_what_does_not_follow_from_the_input_s_size_is_not_foretold(run: Run) -> None:
+    """Here g's bytes: any three points lie on a parabola, so more are looked at. As it is of no use, ever fewer are."""
+    draw, told = random.Random(4), []
+    run.step(4, 100, peak=1)
+    for count in range(60):
+        run.learner._whole = 0
+        modes = run.step(4, 10 + count, more=draw.randrange(50_000), peak=1)
+        told.append(modes[0] is PLANNED)
+    assert not any(told), told
+
+
 def test_sizes_that_round_up_to_the_same_share_a_plan(run: Run) -> None:
     run.warm()
     asked = len(run.asked)
@@ -192,7 +232,7 @@ def test_steps_of_two_structures_are_two_programs(run: Run) -> None:
     assert run.step(3, 16, names="fg", peak=1) == [PLANNED] * 2
     for b, t in WARM:
         run.step(b + 1, t, names="fg", peak=1)
-    assert [len(program.structure) for program in run.sizes._programs] == [2, 3]
+    assert sorted(len(program.structure) for program in run.sizes._programs) == [2, 3]
 
 
 def test_a_structure_whose_calls_differ_is_another_program(run: Run) -> None:
@@ -252,11 +292,11 @@ def test_of_two_programs_that_begin_alike_the_one_seen_at_about_that_size_is_for
     """What a program does may depend on a size: as long as a size like that has not been seen often enough, nothing is
     foretold of it."""
     run.warm()
-    for count, length in enumerate((100, 110, 120)):
+    for count, length in enumerate((50, 55, 60)):
         modes = run.step(4, length, names="fx", peak=1)
         assert modes == ([PLANNED] * 2 if not count else [OBSERVE] * 2)
-    run.step(4, 130, names="fx", peak=1)
-    for names, (b, t), again in [("fgh", (4, 12), 0), ("fx", (4, 90), 1), ("fgh", (3, 20), 0)]:
+    run.step(4, 65, names="fx", peak=1)
+    for names, (b, t), again in [("fgh", (4, 12), 0), ("fx", (4, 52), 1), ("fgh", (3, 20), 0)]:
         assert run.step(b, t, names=names)[0] is PLANNED and run.followed and run.learner.foretold is None, again
         assert run.sizes._programs[0].otherwise == (names == "fgh")
 
@@ -455,11 +495,11 @@ def test_only_what_plans_replay_is_recorded_of_a_size_that_was_never_seen(monkey
 @pytest.mark.usefixtures("one_thread")
 def test_a_program_that_takes_another_turn_stays_exact(steps: list[Any], told: list[bool]) -> None:
     """A batch of one needs one copy less in this model: other ops, and one storage less, than the plan is for."""
-    limit_bytes = 5 * 2**17
-    sizes = [*shapes(6), (1, 60), (1, 63), (4, 40), (1, 50), *shapes(3), (1, 41), (4, 33), (4, 34)]
-    found, _ = under(sizes, activations=limit_bytes)
+    few = shapes(6, (2, 3, 4))
+    sizes = [(4, 63), *few, (1, 60), (1, 63), (4, 40), (1, 50), *few, (1, 41), *few, *few]
+    found, _ = under(sizes, activations=LIMIT_BYTES)
     assert all(map(torch.equal, found, train(sizes)))
-    assert False in told and told[-1]
+    assert False in told and all(told[-6:])
 
 
 class Halves(nn.Module):

@@ -1,13 +1,16 @@
 """Idle mode: steps that fit are only watched, and a batch larger than any before is still held."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 import delta
+from delta.runtime.core import Core
 from delta.runtime.hooks import Hooks
+from delta.units import Bytes
 
 WIDTH, LAYERS = 64, 6
 
@@ -64,6 +67,55 @@ def test_a_larger_batch_than_any_before_is_held(spill_dir):
     assert peaks[1] <= limit
     # The first large batch meets hooks that only watch: it may pass the limit by what one op saves at a time.
     assert peaks[-1] <= limit + 2 * 128 * WIDTH * 4
+
+
+class Norms(nn.Module):
+    """Kernels that ask for memory by the dispatcher, and fill it by themselves; their results are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.BatchNorm2d(4), nn.InstanceNorm2d(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + nn.functional.relu_(norm(layer(x)))
+        return x
+
+
+def norms_trained(between: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net, found = Norms(), []
+    for rows in (1, 1, 8, 8):
+        net.zero_grad()
+        net(torch.randn(rows, 4, 6, 6)).square().mean().backward()
+        found += [p.grad.clone() for p in net.parameters()] + [b.clone() for b in net.buffers()]
+        between()
+    return found
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+@pytest.mark.parametrize("after", range(1, 22))
+def test_what_a_kernel_calls_is_not_recorded_where_the_recorder_comes_in_the_middle_of_an_op(after, monkeypatch):
+    """By a hook of what the op has saved of its arguments, since that is too much, be it the first of a step or the
+    last."""
+    plain = norms_trained()
+    chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
+
+    def too_much(core: Core) -> bool:
+        return core.watch.count == after and core.engine.totals.steps == 2
+
+    monkeypatch.setattr(Core, "watched_too_much", too_much)
+    with delta.evict(activations="1MiB", policy=chosen, device="cpu") as run:
+
+        def between() -> None:
+            if run._core.engine.totals.steps == 2:
+                run._core.engine.budget.activations = Bytes(1)
+
+        evicted = norms_trained(between)
+    assert all(map(torch.equal, evicted, plain))
+    assert run.report().modes == {"observe": 3, "idle": 1}
 
 
 def test_a_watched_tensor_changed_in_place_is_told():

@@ -66,6 +66,17 @@ class Family:
         """The input sizes that are remembered."""
         return tuple(self._samples)
 
+    @property
+    def guesses(self) -> bool:
+        """Whether what some saved storage takes is no simple function of the input's size, as far as is known."""
+        kinds = {self._kind_of_node[node] for node in self._base.saved}
+        return any(form.margin or len(form.terms) > 2 for kind in kinds for form in self._forms[kind])
+
+    def varies_so(self, dims: Dims) -> bool:
+        """Whether a size differs from those observed in dims only that are known to vary."""
+        varied = self._estimator.varied
+        return all(i in varied or size == seen for i, (size, seen) in enumerate(zip(dims, self.sizes[0], strict=True)))
+
     def rounded(self, dims: Dims, rounding: Share) -> Dims:
         """The size to make a plan for, that others can use too: an observed one as it is, else each dim that is known
         to vary rounded up."""
