@@ -29,6 +29,7 @@ OBSERVED = 3  # sizes of one structure that are recorded before others are foret
 PROGRAMS = 8  # structures remembered, the one used longest ago forgotten first
 PLANS = 256  # ... and plans of each
 ROUNDING = Share(0.05)  # a plan serves sizes that are smaller by at most this
+ROUNDED = 1.2  # ... and lets go of nothing that may be too small to be evicted then: (1 / 0.95) ** 3, of b * t ** 2
 # A program is learned anew, from twice as many sizes, once so many steps and this share of all went otherwise.
 OFTEN, MOST_OTHERWISE = 2, 1 / 8
 LARGER = 1.05  # a step is foretold if its input is not larger than any before by more than this
@@ -132,7 +133,7 @@ class Sizes:
         forgotten."""
         (dims, last), *others = reversed(program.logs.items())
         graph = self._graph(last, replay_ns)
-        family = Family(program.structure, dims, graph, {}, self._min_bytes)
+        family = Family(program.structure, dims, graph, {}, int(ROUNDED * self._min_bytes))
         for size, log in others:
             other = self._graph(log, replay_ns)
             if family.takes(program.structure, size, other):

@@ -361,6 +361,16 @@ def test_needs_are_numbered_alike_at_every_size(monkeypatch: pytest.MonkeyPatch)
     assert run.learner.profiles[0].graph.needs == (1,), "those of a kind that was recorded have none of small ones"
 
 
+def test_what_may_be_too_small_at_a_size_that_is_rounded_up_is_not_planned_to_go() -> None:
+    """f has 2,600 bytes here and 2,640 there."""
+    for least, evictable in ((2620, False), (2200, True)):
+        run = Run(least=least)
+        run.warm()
+        run.step(4, 65)
+        graph = run.asked[-1][0]
+        assert [graph.nodes[node].evictable for node in graph.saved] == [evictable, True, False]
+
+
 def test_needs_and_releases_with_those_of_what_is_small() -> None:
     log = StepLog(
         saves=[10, 11, 12, 13],
