@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import delta
 from delta.config import PlannerConfig
 from delta.engine import Engine
-from delta.learner import WATCHFUL, Learner
+from delta.headroom import Beside
+from delta.learner import NO_STRAYS, NOTHING, WATCHFUL, Learner
 from delta.planner import PLANNERS, Plan, StepGraph, StepLog, Task
 from delta.planner.family import SAMPLES
 from delta.planner.steplog import build_graph
@@ -47,9 +48,21 @@ class Run:
         return PLANNERS["profile"](Task(graph, limit_bytes, Link(1e9, 1e9), ACTIONS, {}, False, PlannerConfig()))
 
     def step(
-        self, b: int, t: int, *, more: int = 0, names: str = "fgh", before: Iterable[str] = (), peak: int = 0
+        self,
+        b: int,
+        t: int,
+        *,
+        more: int = 0,
+        names: str = "fgh",
+        before: Iterable[str] = (),
+        peak: int = 0,
+        looks: str = "abc",
+        recording: bool = True,
+        beside: Beside = NOTHING,
     ) -> list[Mode]:
-        """The mode after each save. `more` bytes in g, other ops by other names, calls `before` the first save."""
+        """The mode after each save. `more` bytes in g, other ops by other names, calls `before` the first save; what
+        the saves have of their `looks` at every size; whether the recorder was on before that; what the device used
+        `beside`."""
         learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
         for k, name in enumerate(before):
             self._call(intern(name), 900 + k, [], 5)
@@ -57,13 +70,14 @@ class Run:
         for i, (name, nbytes) in enumerate(zip(names, sizes, strict=False)):
             self._call(intern(name), i, [i - 1] if i else [], nbytes, b * t)
             if not i:
-                learner.begin(recording=True)
-            structure, exact = hash(("look", i)), hash(("look", i, b, t))
+                learner.begin(recording)
+            structure, exact = hash(looks[i]), hash((looks[i], b, t))
             by_size = learner.foretold is not None
             learner.packed(structure if by_size else exact, 10 * i, Look(structure, (b, t) if not i else (b, t, 3)))
             learner.placed(i)
             learner.saved(i, nbytes, Kind.ACTIVATION, 10 * i)
             modes.append(learner.mode)
+        self.asks_all = learner.asks_all
         self.followed = learner.routine is not None and len(modes) == len(learner.routine.orders)
         for i in reversed(range(len(modes))):
             if sizes[i] < self.least and not learner.asks_all:
@@ -71,7 +85,7 @@ class Run:
             else:
                 learner.needed(i, 100 - i)
             learner.released(i)
-        learner.end(200, peak, sum(sizes), self.limit, peak > 0, {})
+        learner.end(200, peak, sum(sizes), self.limit, peak > 0, {}, NO_STRAYS, beside)
         return modes
 
     def _call(self, call: str, record: int, read: list[int], nbytes: int, cost_ns: int = 1) -> None:
@@ -230,6 +244,7 @@ def test_more_bytes_than_foretold_end_the_plan_there(run: Run) -> None:
 def test_steps_of_two_structures_are_two_programs(run: Run) -> None:
     run.warm()
     assert run.step(3, 16, names="fg", peak=1) == [PLANNED] * 2
+    assert run.sizes._programs[0].otherwise == 1, "it has ended early"
     for b, t in WARM:
         run.step(b + 1, t, names="fg", peak=1)
     assert sorted(len(program.structure) for program in run.sizes._programs) == [2, 3]
@@ -309,6 +324,43 @@ def test_after_one_that_went_otherwise_a_few_steps_are_recorded(run: Run) -> Non
         run.step(4, 10, peak=1)
         followed.append(run.followed)
     assert followed == [False] * WATCHFUL + [True]
+
+
+def test_nothing_is_foretold_of_a_step_of_which_something_has_passed(run: Run) -> None:
+    run.warm()
+    assert run.step(3, 16, recording=False) == [OBSERVE] * 3 and not run.followed
+    assert run.learner.missed
+
+
+def test_small_ones_are_asked_for_like_others_in_foretold_steps_only(run: Run) -> None:
+    run.warm()
+    assert run.learner.asks_all, "until the first save tells"
+    for size, told in (((3, 16), True), ((9, 9), False)):
+        run.step(*size, peak=1)
+        assert run.asks_all is told and run.learner.asks_all
+
+
+def test_a_save_that_looks_otherwise_ends_the_plan_there(run: Run) -> None:
+    run.warm()
+    assert run.step(3, 16, looks="axc") == [PLANNED, OBSERVE, OBSERVE] and not run.followed
+
+
+def test_a_storage_more_than_foretold_ends_the_plan_there(run: Run) -> None:
+    """Where a tensor was saved on one that had been saved before."""
+    run.warm()
+    learner = run.learner
+    learner.begin(recording=True)
+    learner.packed(0, 0, Look(hash("a"), (3, 16)))
+    for order in range(4):
+        learner.saved(order, 1, Kind.ACTIVATION, 0)
+        assert learner.mode is (PLANNED if order < 3 else OBSERVE)
+
+
+def test_where_a_device_s_limit_was_missed_plans_are_as_they_were(run: Run) -> None:
+    """What else is in use there lowers the limit by itself."""
+    run.warm()
+    run.step(3, 16, peak=1100, beside=Beside())
+    assert run.sizes._programs[0].aim == 1
 
 
 def test_a_missed_limit_makes_plans_tighter(run: Run) -> None:
