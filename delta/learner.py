@@ -563,9 +563,7 @@ class Learner:
         return next((plan.actions for plan in plans if len(plan.actions) == len(graph.saved)), ())
 
     def planned_as(self, graph: StepGraph, aim_bytes: int) -> Profile | None:
-        """The kind of step that is planned for just this, if there is one still that may come again."""
-        if self.foretells:
-            return None
+        """The kind of step that is planned for just this, if there is one still."""
         planned = (p for p in self.profiles if p.planned_graph is graph and p.aim_bytes == aim_bytes)
         return next((profile for profile in planned if profile.plan is not None), None)
 

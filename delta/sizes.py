@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +35,8 @@ ROUNDED = 1.2  # ... and lets go of nothing that may be too small to be evicted 
 OFTEN, MOST_OTHERWISE = 2, 1 / 8
 LARGER = 1.05  # a step is foretold if its input is not larger than any before by more than this
 VAGUE = 1.1  # ... and what it saves is known this well: the most over the least
+# ... and its size is none that comes so often, of all steps: that is worth a plan and a routine of its own.
+COMMON, COMMON_SHARE = 16, 1 / 10
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
 Limit = Callable[[int], int | None]
@@ -52,6 +55,7 @@ class Program:
     most_numel: int = 0
     course: StepLog = field(default_factory=StepLog)  # how such a step goes, at any size
     plans: dict[Dims, Profile] = field(default_factory=dict)
+    came: Counter[Dims] = field(default_factory=Counter)  # since it was known
     steps: int = 0  # that were foretold
     otherwise: int = 0  # ... and went otherwise
 
@@ -70,6 +74,11 @@ class Program:
         before, and it is then that the limit is hardest to hold."""
         within = all(size <= most for size, most in zip(dims, self.most, strict=True))
         return within and math.prod(dims) <= LARGER * self.most_numel
+
+    def is_common(self, dims: Dims) -> bool:
+        """Whether many steps are of that size, of which one has begun."""
+        self.came[dims] += 1
+        return self.came[dims] >= max(COMMON, COMMON_SHARE * self.came.total())
 
     def away(self, dims: Dims) -> float:
         """How far that is from what is known: what a program does may depend on a size."""
@@ -157,7 +166,9 @@ class Sizes:
         program = min(alike, key=lambda known: known.away(look.sizes), default=None)
         if program is None or program.family is None:
             return None
-        if not (program.reaches(look.sizes) and program.family.varies_so(look.sizes)):
+        if program.is_common(look.sizes) or not program.reaches(look.sizes):
+            return None
+        if not program.family.varies_so(look.sizes):
             return None
         expected = program.family.expects(look.sizes)
         if sum(saved.most for saved in expected.saved) > VAGUE * sum(saved.least for saved in expected.saved):

@@ -21,10 +21,11 @@ from delta.learner import NO_STRAYS, NOTHING, WATCHFUL, Learner
 from delta.planner import PLANNERS, Plan, StepGraph, StepLog, Task
 from delta.planner.family import SAMPLES
 from delta.planner.steplog import build_graph
+from delta.profile import REFINEMENTS
 from delta.routine import Way
 from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
 from delta.runtime.recorder import Recorder
-from delta.sizes import MOST_OTHERWISE, OBSERVED, OFTEN, PROGRAMS, Foretold, Sizes, with_small_needs
+from delta.sizes import COMMON, MOST_OTHERWISE, OBSERVED, OFTEN, PROGRAMS, Foretold, Sizes, with_small_needs
 from delta.types import Action, Kind, Link, Look, Mode
 
 OBSERVE, PLANNED = Mode.OBSERVE, Mode.PLANNED
@@ -161,6 +162,27 @@ def test_nor_is_one_foretold_by_two_dims_that_were_never_as_large_together(run: 
     for size in ((8, 10), (2, 40), (4, 21)):
         run.step(*size, peak=1)
     assert run.step(5, 17)[0] is PLANNED
+
+
+def test_a_size_that_comes_often_is_a_kind_of_step_of_its_own(run: Run) -> None:
+    """Batches that are padded to one of a few lengths."""
+    run.warm()
+    sizes, found = [(4, 30), (4, 60), (3, 40)], []
+    for _ in range(COMMON + REFINEMENTS + 3):
+        found.append([run.step(*size)[0] for size in sizes])
+        assert run.followed or len(found) >= COMMON
+    assert found[: COMMON - 1] == [[PLANNED] * 3] * (COMMON - 1), "foretold"
+    assert found[COMMON - 1] == [OBSERVE] * 3, "recorded"
+    assert run.followed and not run.asks_all, "by a routine of its own"
+    profiles = [profile for profile in run.learner.profiles if profile.routine is not None]
+    assert len(profiles) == 3 and all(profile.refined == REFINEMENTS for profile in profiles)
+
+
+def test_that_it_has_come_often_among_many_more_is_no_reason(run: Run) -> None:
+    run.warm()
+    for count in range(20 * COMMON):
+        run.step(4, 30 if count % 20 == 0 else 20 + count % 70)
+        assert run.followed
 
 
 def test_what_does_not_follow_from_the_input_s_size_is_not_foretold(run: Run) -> None:
