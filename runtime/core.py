@@ -117,7 +117,7 @@ class Core(Entrance):
         self.stall_ns = 0
         self.oom_rescues = 0
         self.module = ""  # qualified name of the module now running, where the session knows it
-        self.at_pack: Callable[[FrameType], None] = _nothing  # turns the recorder on and off, in the caller's op
+        self.at_pack: Callable[[FrameType | None], None] = _nothing  # turns the recorder on and off, in the caller's op
         self.at_unpack: Callable[[], None] = _nothing  # takes it out of backward's way
         self.may_watch = True  # while steps are traced, every saved tensor is looked after
         self.modes_below = 0  # dispatch modes that were there before the recorder

@@ -61,9 +61,9 @@ class Hooks:
         if core.watching():
             watched = core.watch.pack(tensor)
             if core.watch.count == 1:
-                core.at_pack(sys._getframe(1))
+                core.at_pack(sys._getframe().f_back)
             if core.watched_too_much():
-                self._take_over(sys._getframe(1))
+                self._take_over(sys._getframe().f_back)
                 core.raise_warnings()
             return watched
         nbytes = tensor.untyped_storage().nbytes()
@@ -72,7 +72,7 @@ class Hooks:
         if (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
             return kept
         handle = self._handle(tensor, tensor._version, nbytes, signature)
-        core.at_pack(sys._getframe(1))
+        core.at_pack(sys._getframe().f_back)
         core.raise_warnings()
         return handle
 
@@ -85,9 +85,9 @@ class Hooks:
             record = core.saved(tensor, signature, look, stays)
         return Handle(core, record, view, counter, version, stays)
 
-    def _take_over(self, caller: FrameType) -> None:
+    def _take_over(self, caller: FrameType | None) -> None:
         """What was only watched so far does not fit: look after it from here on. One that cannot be taken over, and
-        those behind it, keep their tensors. `caller`: of the op that saves."""
+        those behind it, keep their tensors. `caller`: of the op that saves; None in a thread of autograd's."""
         for watched in self._core.watch.hand_over():
             tensor = watched.tensor
             assert tensor is not None

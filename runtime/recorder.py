@@ -73,8 +73,8 @@ class Recorder(TorchDispatchMode):
 
     def _is_within(self) -> bool:
         """Whether the program is in that call still. (Or there again, as in a loop: less is recorded then.)"""
-        caller = sys._getframe(3)
-        if self._within != (caller, caller.f_lasti):
+        caller = sys._getframe(2).f_back
+        if caller is None or self._within != (caller, caller.f_lasti):
             self._within = None
         return self._within is not None
 

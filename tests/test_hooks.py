@@ -1,7 +1,9 @@
 """What autograd gets in place of a saved tensor, from the user's side of the door."""
 
+import _thread
 import gc
 import threading
+import time
 from contextlib import ExitStack, nullcontext
 
 import pytest
@@ -465,6 +467,20 @@ def test_without_a_budget_nothing_is_evicted_and_the_peak_is_known():
     # sin saves x, exp its result: two storages of 400 bytes
     assert run.report().peak_activation_bytes == run.report().unevicted_peak_activation_bytes == 800
     assert evictions(run) == 0
+
+
+@pytest.mark.parametrize("limit", [{}, {"activations": "0%"}], ids=["watched", "recorded"])
+def test_a_thread_of_autograd_s_may_save_with_no_caller_in_python(limit):
+    """In a backward that is differentiated, on CUDA."""
+    saved = []
+    with delta.evict(device="cpu", **limit):
+        pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        _thread.start_new_thread(saved.extend, (map(pack, [torch.ones(8)]),))
+        deadline = time.monotonic() + 10
+        while not saved and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(saved) == 1
+        saved.clear()
 
 
 # -- what is nobody's business ----------------------------------------------------------------------------------------
