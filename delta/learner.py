@@ -489,7 +489,7 @@ class Learner:
             over = limit_bytes is not None and peak_bytes > limit_bytes
             settled = profile.plan is known and self._settled(profile, strays, over)
             profile.routine = self._routine(profile) if settled and not (over and profile.can_tighten) else None
-        if self.sizes is not None and self.recorded and log.needs:
+        if self.sizes is not None and self.recorded and log.asked:
             self.sizes.learn(log, self._look.sizes, self.replay_ns)
         self._expect(profile)
 

@@ -86,7 +86,8 @@ class Run:
             else:
                 learner.needed(i, 100 - i)
             learner.released(i)
-        learner.end(200, peak, sum(sizes), self.limit, peak > 0, {}, NO_STRAYS, beside)
+        evicted = peak > 0 and bool(learner.log.needs)  # nothing goes where all is too small
+        learner.end(200, peak, sum(sizes), self.limit, evicted, {}, NO_STRAYS, beside)
         return modes
 
     def _call(self, call: str, record: int, read: list[int], nbytes: int, cost_ns: int = 1) -> None:
@@ -281,6 +282,22 @@ def test_a_structure_whose_calls_differ_is_another_program(run: Run) -> None:
     assert run.sizes.ready
 
 
+def test_a_program_whose_calls_are_others_from_now_on_is_learned_anew(run: Run) -> None:
+    """In a step that was recorded, as it was larger than any before. How large earlier ones were does not count."""
+    run.warm()
+    assert run.step(5, 20, names="fxh", peak=1) == [OBSERVE] * 3
+    (program,) = run.sizes._programs
+    assert (list(program.logs), program.most, run.sizes.ready) == ([(5, 20)], (5, 20), False)
+
+
+def test_plans_are_forgotten_the_oldest_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delta.sizes.PLANS", 2)
+    run.warm()
+    for length in (20, 30, 50):
+        run.step(4, length)
+    assert [size for _, size in run.sizes._programs[0].plans] == [30, 50]
+
+
 def test_a_program_that_goes_otherwise_twice_running_is_learned_anew_from_more_sizes(run: Run) -> None:
     run.warm()
     (program,) = run.sizes._programs
@@ -438,10 +455,11 @@ def test_needs_are_numbered_alike_at_every_size(monkeypatch: pytest.MonkeyPatch)
 def test_what_may_be_too_small_at_a_size_that_is_rounded_up_is_not_planned_to_go() -> None:
     """f has 2,600 bytes here and 2,640 there."""
     for least, evictable in ((2620, False), (2200, True)):
-        run = Run(least=least)
+        run = Run(limit=5000, least=least)
         run.warm()
-        run.step(4, 65)
+        assert run.step(4, 65) == [PLANNED] * 3
         graph = run.asked[-1][0]
+        assert bytes_of(graph)[0] == 2640
         assert [graph.nodes[node].evictable for node in graph.saved] == [evictable, True, False]
 
 

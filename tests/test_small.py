@@ -67,6 +67,15 @@ def test_steps_are_learned_without_their_needs(session: Core) -> None:
     assert session.engine.totals.modes == {"observe": 1, "planned": STEPS - 1}
 
 
+def test_so_it_is_in_a_step_that_was_foretold() -> None:
+    with delta.evict(activations="50%", device="cpu") as run:
+        assert run._core is not None
+        engine = run._core.engine
+        assert engine.stays(8)
+        engine.learner.asks_all = True
+        assert not engine.stays(8)
+
+
 def test_where_sizes_change_the_engine_is_asked() -> None:
     with delta.evict(activations="40%", policy=small_ones("mimose"), device="cpu") as run:
         train(layers())
