@@ -88,15 +88,15 @@ class Engine:
         make_plan = self.planning.plan if policy.planner.kind != "none" else None
         # Where nothing has to be guessed, nothing is left unused.
         aim = 1.0 if announced else AIM
+        self._least_bytes = least_bytes = policy.filter.min_bytes
         self.looks = policy.planner.kind == "mimose"  # at more of a saved tensor than its signature
         self.learner = (
-            FamilyLearner(policy.filter.min_bytes, make_plan, limit=budget.limit_bytes, options=policy.planner)
+            FamilyLearner(least_bytes, make_plan, limit=budget.limit_bytes, options=policy.planner)
             if self.looks
-            else Learner(policy.filter.min_bytes, make_plan, aim)
+            else Learner(least_bytes, make_plan, aim)
         )
         self.learner.selective = not policy.rules  # they ask for the names of ops
         if policy.planner.kind == "profile" and self.learner.selective and not announced:
-            least_bytes = policy.filter.min_bytes
             self.learner.sizes = Sizes(least_bytes, self.planning.plan_once, budget.limit_bytes, aim)
         self.planning.learner = self.learner
         self.learner.amend = self.planning.amend
@@ -116,15 +116,7 @@ class Engine:
         self.transfers = Transfers(ledger, room, recall, learner, self._settling, totals)
         self.step_ends = StepEnds()
         self.expected = Expected(
-            ledger,
-            learner,
-            keeping,
-            room,
-            recall,
-            self.step_ends,
-            self._headroom,
-            policy.filter.min_bytes,
-            self._net_ns,
+            ledger, learner, keeping, room, recall, self.step_ends, self._headroom, least_bytes, self._net_ns
         )
         self._largest_bytes = 0
         self._lost_ns = 0
@@ -442,7 +434,7 @@ class Engine:
     def stays(self, nbytes: int) -> bool:
         """Whether a saved storage of that size stays as it is until its last handle has died, whatever comes. Not where
         sizes change from step to step: then one that stays in this step may be evicted in the next."""
-        return nbytes < self.policy.filter.min_bytes and not (self.looks or self.learner.asks_all)
+        return nbytes < self._least_bytes and not (self.looks or self.learner.asks_all)
 
     def asked(self, handle: int, in_backward: bool) -> None:
         """Somebody asks for the record of a handle that `stays`: there is nothing to decide."""

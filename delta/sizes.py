@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from delta.planner.common import keep_common
@@ -264,18 +264,4 @@ def with_small_needs(log: StepLog) -> StepLog:
             at += 1
         needs.append(need)
     releases = [(order, before + more) for (order, before), more in zip(log.releases, log.small_before, strict=True)]
-    return StepLog(
-        ops=log.ops,
-        saves=log.saves,
-        save_ns=log.save_ns,
-        ops_before=log.ops_before,
-        loose_at=log.loose_at,
-        kept=log.kept,
-        needs=needs[:-1],
-        releases=releases,
-        nbytes=log.nbytes,
-        kinds=log.kinds,
-        encodings=log.encodings,
-        end_ns=log.end_ns,
-        needs_before=log.needs_before,
-    )
+    return replace(log, needs=needs[:-1], releases=releases)

@@ -67,8 +67,8 @@ class Hooks:
                 core.raise_warnings()
             return watched
         nbytes = tensor.untyped_storage().nbytes()
-        known_by_size = core.engine.learner.foretold is None
-        signature = signature_of(tensor, nbytes) if known_by_size else structure_of(tensor)
+        by_structure = core.engine.learner.foretold is not None
+        signature = structure_of(tensor) if by_structure else signature_of(tensor, nbytes)
         if (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
             return kept
         handle = self._handle(tensor, tensor._version, nbytes, signature)

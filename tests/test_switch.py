@@ -255,10 +255,11 @@ def test_hooks_of_parameters_are_the_program_s_own_again_after_backward() -> Non
     def inner(_: Tensor) -> None:
         called.append(("inner", len(_get_current_dispatch_mode_stack())))
 
+    other.grad = torch.zeros(3)
+    training.model.register_parameter("other", other)
     with evict(training):
         for _ in range(8):
             training.step()
-        training.model.register_parameter("other", other)
         other.register_hook(inner)
         handles = [weight.register_post_accumulate_grad_hook(each) for each in (hook, second)]
         training.step()
