@@ -298,7 +298,7 @@ def test_what_is_kept_waits_for_copies_that_are_late_and_stays_itself(late: bool
     net, late_copies, ran, refused = fresh(), [AwaitOut(-1)] if late else [], list[object](), list[int]()
     with steady(net) as core:
         expected, run = core.engine.expected, core.run
-        keep = expected.keep
+        keep, await_for_save = expected.keep, expected.await_for_save
 
         def refuses_once(order: int, *rest: Any, noted: bool = False) -> Kept | None:
             if order and not (noted or refused):
@@ -307,7 +307,12 @@ def test_what_is_kept_waits_for_copies_that_are_late_and_stays_itself(late: bool
             return keep(order, *rest, noted=noted)
 
         monkeypatch.setattr(expected, "keep", refuses_once)
-        monkeypatch.setattr(expected, "await_for_save", lambda order, nbytes: late_copies)
+
+        def awaits(order: int, nbytes: int) -> list[AwaitOut]:
+            """Others may find no room of themselves, by what ops took when the plan was made."""
+            return late_copies if order in refused else await_for_save(order, nbytes)
+
+        monkeypatch.setattr(expected, "await_for_save", awaits)
         monkeypatch.setattr(core, "run", lambda told: ran.append(told) if told is late_copies else run(told))
         loss = loss_of(net)
         assert ran == ([late_copies] if late else [])
