@@ -7,6 +7,9 @@ what fits when everything is a little larger fits.
 
 What turns out otherwise than expected (another structure, a larger storage) is observed from there on, as ever, and the
 family learns from it.
+
+Once as many steps of a family have been recorded whole as sizes are observed, the next ones follow a routine: the calls
+are the same ones at every size.
 """
 
 from __future__ import annotations
@@ -16,16 +19,29 @@ from dataclasses import dataclass, field
 
 from delta.config import PlannerConfig
 from delta.headroom import Beside
-from delta.learner import KINDS, Learner
+from delta.learner import KINDS, WATCHFUL, Learner
+from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
-from delta.planner.family import Expectation, Family
-from delta.profile import ROOMIER, Profile
+from delta.planner.family import Expectation, Family, kept_ops
+from delta.planner.steplog import StepGraph, StepLog
+from delta.profile import CRAMPED, ROOMIER, Profile
+from delta.routine import Way, ways_of
+from delta.sizes import course_of, routine_for
 from delta.types import Action, Kind, Look
 
 CACHED = 256  # plans remembered, the oldest forgotten first
 LEAST_SQUEEZE = 0.8
 
 Limit = Callable[[int], int | None]
+
+
+@dataclass(slots=True)
+class _Course:
+    """How the steps of a family go, as far as it is the same at every size."""
+
+    log: StepLog
+    places: list[int]  # of the ops of the step that it was learned from, in the family's graphs; -1 for one left out
+    steps: int = 0  # of the family, recorded whole
 
 
 @dataclass(slots=True)
@@ -40,10 +56,16 @@ class FamilyLearner(Learner):
     _family: Family | None = field(default=None, init=False)
     _expected: Expectation | None = field(default=None, init=False)
     _plans: dict[tuple[Family, Dims], Profile] = field(default_factory=dict, init=False)
+    _courses: dict[Family, _Course] = field(default_factory=dict, init=False)
+    _followed: Family | None = field(default=None, init=False)  # of the step begun last, if it follows a routine
 
     @property
     def known_peak_bytes(self) -> int:
         return self._expected.peak_bytes if self._expected is not None else 0
+
+    @property
+    def by_structure(self) -> bool:
+        return True
 
     @property
     def all_idle(self) -> bool:
@@ -62,6 +84,15 @@ class FamilyLearner(Learner):
         if not self.packs:
             self.dims = look.sizes
         return look.structure
+
+    def _join(self) -> None:
+        """The first save tells which routine the step follows: until then it is recorded, and to its end where more is
+        to be learned from it."""
+        family, expected = self._family, self._expected
+        known = family is not None and expected is not None and expected.exact and family.varies_so(self.dims)
+        if self.recorded and known and not self._whole:
+            self._follow()
+        self._followed = self._family if self.routine is not None else None
 
     def _find(self, so_far: tuple[int, ...]) -> Profile | None:
         self._family = self._expected = None
@@ -92,6 +123,8 @@ class FamilyLearner(Learner):
             return
         if not self._expected.covers(order, nbytes):
             self._match()
+            if self.routine is not None and self.current is not self._following:
+                self.leave_routine()
 
     def _saved_bytes(self) -> Iterator[tuple[int, int]]:
         """What was saved so far: orders and bytes, none for what does not count."""
@@ -106,14 +139,17 @@ class FamilyLearner(Learner):
         if limit_bytes is None:
             return None
         key = (family, family.rounded(self.dims, self.options.rounding))
+        course = self._course(family)
         known = self._plans.get(key)
         surprised = False
-        if known is not None:
+        if known is not None and (known.routine is not None or course is None):
             surprised = not known.idle and known.plan is None  # it was thought to fit
             if not surprised and known.planned_for_bytes <= limit_bytes <= ROOMIER * known.planned_for_bytes:
                 return known
         graph = family.graph(key[1])
-        aim_bytes = max(0, int(limit_bytes * self.squeeze) - self.options.buffer.of(limit_bytes))
+        if course is not None:
+            graph = keep_common(graph)
+        aim_bytes = int(limit_bytes * self.squeeze) - self.options.buffer.of(limit_bytes) - graph.common_bytes
         made = Profile(
             family.structure,
             graph,
@@ -123,14 +159,21 @@ class FamilyLearner(Learner):
             planned_for_bytes=limit_bytes,
         )
         largest_bytes = max(graph.saved_bytes, default=0)
-        # Online, room is kept for one more of the largest.
-        made.idle = not surprised and graph.unevicted_bytes + largest_bytes <= aim_bytes
+        # Online, room is kept for one more of the largest. A routine goes by a plan that says so.
+        made.idle = course is None and not surprised and graph.unevicted_bytes + largest_bytes <= max(0, aim_bytes)
         if not made.idle:
-            made.plan = self.make_plan(graph, aim_bytes, family.forced)
+            made.plan = self.make_plan(graph, max(0, aim_bytes), family.forced)
+        if course is not None and made.plan is not None:
+            made.routine = routine_for(course.log, made)
         self._plans[key] = made
         if len(self._plans) > CACHED:
             del self._plans[next(iter(self._plans))]
         return made
+
+    def _course(self, family: Family) -> _Course | None:
+        """How its steps go, once that is known well enough to be followed."""
+        course = self._courses.get(family)
+        return course if self.selective and course is not None and course.steps >= self.options.observe else None
 
     # -- its end --------------------------------------------------------------------------------------------------
     def _learn(
@@ -144,6 +187,7 @@ class FamilyLearner(Learner):
         beside: Beside,
     ) -> None:
         family, expected = self._family, self._expected
+        self._went()
         if not self.log.needs:
             return
         if limit_bytes is not None and peak_bytes > limit_bytes and self.plan is not None:
@@ -155,6 +199,28 @@ class FamilyLearner(Learner):
         if family is not None and family in self.families:
             self.families.remove(family)
             self.families.insert(0, family)
+            if self.recorded and family in self._courses:
+                self._courses[family].steps += 1
+
+    def _went(self) -> None:
+        """A step has ended that may have followed a routine."""
+        self._before = profile = self._following
+        if profile is None:
+            self._whole = max(0, self._whole - 1)
+            return
+        as_told = self.routine is not None and self.packs == len(profile.signatures)
+        self._whole = 0 if as_told else WATCHFUL
+        course = self._courses.get(self._followed) if self._followed is not None else None
+        if profile.cramped >= CRAMPED and profile.routine is not None and profile.routine.noted and course is not None:
+            profile.routine = routine_for(course.log, profile, notes=False)
+
+    def steady_ways(self) -> list[Way] | None:
+        """As every learner's, by the ops of the step that the routine was learned from."""
+        profile = self._before
+        course = self._courses.get(self._followed) if self._followed is not None else None
+        if profile is None or profile.plan is None or course is None:
+            return None
+        return ways_of([(None, place) for place in course.places], profile.graph, profile.plan)
 
     def _foreseen(self, expected: Expectation) -> bool:
         return all(expected.foresaw(*saved) for saved in self._saved_bytes())
@@ -166,12 +232,26 @@ class FamilyLearner(Learner):
         if family is None:
             family = Family(structure, self.dims, graph, forced, self.min_bytes)
             self.families.insert(0, family)
+            for forgotten in self.families[KINDS:]:
+                self._courses.pop(forgotten, None)
             del self.families[KINDS:]
         else:
             family.learn(self.dims, graph, forced)
+        self._learn_course(family, graph)
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] is not family}
         return family
 
+    def _learn_course(self, family: Family, graph: StepGraph) -> None:
+        """How such steps go, from the one that has just been recorded. None does so where backward begins before
+        forward has ended."""
+        if any(self.log.needs_before):
+            self._courses.pop(family, None)
+            return
+        number = {op.id: place for place, op in enumerate(kept_ops(graph))}
+        places = [number.get(op.id, -1) for op in graph.ops]
+        known = self._courses.get(family)
+        self._courses[family] = _Course(course_of(self.log, graph), places, known.steps if known is not None else 0)
+
     def _reset(self) -> None:
         super(FamilyLearner, self)._reset()
-        self._family = self._expected = None
+        self._family = self._expected = self._following = self.routine = None

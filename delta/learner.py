@@ -134,6 +134,11 @@ class Learner:
         return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)
 
     @property
+    def by_structure(self) -> bool:
+        """Whether the saved tensors of the step under way are told apart by what does not depend on sizes."""
+        return self.foretold is not None
+
+    @property
     def foretells(self) -> bool:
         """Whether sizes change from step to step, and the first save tells how a step goes."""
         return self.sizes is not None and self.sizes.ready
@@ -189,6 +194,10 @@ class Learner:
             self.foretold = self.sizes.foretell(self._look, self.standing_bytes)
             if self.foretold is not None:
                 self.current, self.mode, self.asks_all = self.foretold.profile, Mode.PLANNED, True
+        self._follow()
+
+    def _follow(self) -> None:
+        """The step, which is recorded, goes on by the routine of the kind that it turned out to be, if that has one."""
         if self.current is None or self.current.routine is None:
             return
         self._following, self.routine, self.recorded = self.current, self.current.routine, False
@@ -351,7 +360,7 @@ class Learner:
         if self.given_up:
             return
         log = self.log
-        if self.foretold is not None and kind is not Kind.PARAMETER:
+        if kind is not Kind.PARAMETER:
             self._check_size(len(log.saves), nbytes)
         log.saves.append(record)
         log.save_ns.append(now_ns - (self.began_ns or 0))
@@ -362,9 +371,9 @@ class Learner:
 
     def _check_size(self, order: int, nbytes: int) -> None:
         """A step that was foretold goes otherwise where a storage is larger than it can be."""
-        profile = self.current
-        routine = profile.routine if profile is not None else None
-        if routine is not None and (order >= len(routine.most_bytes) or nbytes > routine.most_bytes[order]):
+        routine = self.current.routine if self.current is not None else None
+        most_bytes = routine.most_bytes if routine is not None else ()
+        if most_bytes and (order >= len(most_bytes) or nbytes > most_bytes[order]):
             self.leave_routine()
             self.current, self.mode = None, Mode.OBSERVE
 

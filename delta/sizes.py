@@ -193,18 +193,11 @@ class Sizes:
         if plan is None:
             return None
         made = Profile(program.structure, graph, 0, {}, program.aim, plan, planned_for_bytes=limit_bytes)
-        made.routine = self._routine(program, made)
+        made.routine = routine_for(program.course, made)
         program.plans[size] = made
         if len(program.plans) > PLANS:
             del program.plans[next(iter(program.plans))]
         return made
-
-    @staticmethod
-    def _routine(program: Program, profile: Profile, notes: bool = True) -> Routine:
-        assert profile.plan is not None
-        routine = routine_of(program.course, profile.graph, profile.plan, notes)
-        routine.most_bytes = profile.graph.saved_bytes
-        return routine
 
     # -- the end of a step --------------------------------------------------------------------------------------------
     def ended(self, foretold: Foretold, as_told: bool, peak_bytes: int, limit_bytes: int | None) -> None:
@@ -215,7 +208,7 @@ class Sizes:
             program.aim = max(TIGHTEST, program.aim * limit_bytes / peak_bytes)
             program.plans.clear()
         elif profile.cramped >= CRAMPED and profile.routine is not None and profile.routine.noted:
-            profile.routine = self._routine(program, profile, notes=False)
+            profile.routine = routine_for(program.course, profile, notes=False)
 
     def _went(self, program: Program, as_told: bool) -> None:
         program.steps += 1
@@ -236,6 +229,14 @@ def _serves(known: Profile, limit_bytes: int) -> bool:
     then_bytes, peak_bytes = known.planned_for_bytes, known.plan.peak_bytes + known.graph.common_bytes
     within = peak_bytes <= limit_bytes or (peak_bytes > then_bytes and then_bytes <= ROOMIER * limit_bytes)
     return within and (known.plan.idle or limit_bytes <= ROOMIER * then_bytes)
+
+
+def routine_for(course: StepLog, profile: Profile, notes: bool = True) -> Routine:
+    """How a step goes by the plan of that profile, which was made for its size rounded up."""
+    assert profile.plan is not None
+    routine = routine_of(course, profile.graph, profile.plan, notes)
+    routine.most_bytes = profile.graph.saved_bytes
+    return routine
 
 
 def course_of(log: StepLog, graph: StepGraph) -> StepLog:

@@ -67,7 +67,7 @@ class Hooks:
                 core.raise_warnings()
             return watched
         nbytes = tensor.untyped_storage().nbytes()
-        by_structure = core.engine.learner.foretold is not None
+        by_structure = core.engine.learner.by_structure
         signature = structure_of(tensor) if by_structure else signature_of(tensor, nbytes)
         if (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
             return kept

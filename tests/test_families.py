@@ -1,12 +1,17 @@
 """Steps of one program at several sizes, without tensors. Step (b, t): f makes 10·b·t bytes, g 4·b·t², h 6·b·t."""
 
+from sys import intern
+
 import pytest
 from builders import an_op
 
 from delta.config import PlannerConfig
 from delta.families import FamilyLearner
+from delta.learner import WATCHFUL
 from delta.planner import PLANNERS, StepGraph, Task
 from delta.planner.family import SAMPLES, round_up
+from delta.profile import CRAMPED
+from delta.routine import Way
 from delta.types import Action, Encoding, Kind, Link, Look, Mode
 from delta.units import Share
 
@@ -18,10 +23,11 @@ ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 class Run:
     """A learner under a limit in bytes, or a share, that notes the graphs it asks plans for."""
 
-    def __init__(self, limit=1000, share=None, options=OPTIONS):
+    def __init__(self, limit=1000, share=None, options=OPTIONS, selective=False):
         self.asked: list[tuple[StepGraph, int]] = []
         self.limit = (lambda peak: int(share * peak)) if share else (lambda peak: limit)
         self.learner = FamilyLearner(0, self._plan, limit=self.limit, options=options)
+        self.learner.selective = selective
 
     def _plan(self, graph, limit_bytes, forced):
         self.asked.append((graph, limit_bytes))
@@ -230,3 +236,168 @@ def test_rounding_never_shrinks_and_is_bounded():
     for size in range(1, 3000):
         assert size <= round_up(size, Share(0.05)) <= 1.05 * size + 1e-9 or round_up(size, Share(0.05)) == size
         assert round_up(size, Share(0.05)) <= round_up(size + 1, Share(0.05))
+
+
+# -- steps that follow a routine --------------------------------------------------------------------------------------
+class Followed(Run):
+    """Calls are told of as the runtime does: those that the routine does not know, or that have to be recorded."""
+
+    def __init__(self, **options):
+        super().__init__(selective=True, **options)
+
+    def step(self, b, t, *, more=0, names="fgh", before=(), backward_first=False, peak=0):
+        learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
+        for k, name in enumerate(before):
+            self._call(name, 900 + k, [], 5)
+        modes = []
+        for i, (name, nbytes) in enumerate(zip(names, sizes, strict=True)):
+            self._call(name, i, [i - 1] if i else [], nbytes, b * t)
+            if not i:
+                learner.begin(recording=True)
+            if i == 2 and backward_first:
+                learner.needed(0, 50)
+            structure = hash(name)
+            learner.packed(structure, 10 * i, Look(structure, (b, t) if not i else (b, t, 3)))
+            learner.placed(i)
+            learner.saved(i, nbytes, Kind.ACTIVATION, 10 * i)
+            modes.append(learner.mode)
+        self.followed = learner.routine is not None
+        self.recorded = learner.recorded
+        for i in (2, 1, 0):
+            learner.needed(i, 100 - i)
+            learner.released(i)
+        learner.end(200, peak, sum(sizes), self.limit, True, {})
+        return modes
+
+    def _call(self, name, record, read, nbytes, cost_ns=1):
+        learner, call = self.learner, intern(name)
+        if learner.routine is not None and learner.routine.way(call) is None and learner.in_step:
+            learner.leave_routine()
+        if learner.routine is None:
+            op = an_op(record, read, [record], name=f"aten.{name}", cost_ns=cost_ns)
+            learner.op(op, {record: nbytes}, {record: Kind.ACTIVATION})
+            learner.called(call, made=True)
+
+    def warm(self):
+        for b, t in ((4, 10), (4, 14), (2, 12)):
+            assert self.step(b, t) == [OBSERVE] * 3 and not self.followed
+
+
+@pytest.fixture
+def followed():
+    run = Followed()
+    run.warm()
+    return run
+
+
+def test_a_size_that_was_never_seen_goes_by_a_routine(followed):
+    assert followed.step(3, 16) == [PLANNED] * 3 and followed.followed and not followed.recorded
+    graph, limit_bytes = followed.asked[-1]
+    assert bytes_of(graph) == [480, 4 * 3 * 256, 288] and limit_bytes == 1000
+    assert followed.step(3, 16) == [PLANNED] * 3 and followed.followed
+    assert len(followed.asked) == 1
+    assert (3, 16) not in followed.learner.families[0].sizes, "nothing of it was recorded"
+
+
+def test_what_the_plan_drops_is_recorded_and_the_rest_passes(followed):
+    followed.step(3, 16)
+    (profile,) = followed.learner._plans.values()
+    assert profile.plan.actions == (Action.KEEP, Action.RECOMPUTE, Action.KEEP)
+    assert profile.routine.ways == [Way.PASS, Way.NOTE, Way.PASS]
+    roomy = Followed(limit=100_000)
+    roomy.warm()
+    assert roomy.step(3, 16) == [PLANNED] * 3 and roomy.followed, "one that fits goes by a plan that says so"
+    (profile,) = roomy.learner._plans.values()
+    assert profile.plan.idle and set(profile.routine.ways) == {Way.PASS}
+
+
+def test_too_few_recorded_steps_are_followed_by_none():
+    run = Followed()
+    for _ in range(OPTIONS.observe):
+        run.step(4, 10)
+        assert not run.followed
+    assert run.step(4, 10) == [PLANNED] * 3 and run.followed, "one size will do, if its steps are all there are"
+
+
+def test_a_dim_that_never_varied_is_recorded_until_it_has():
+    run = Followed()
+    for t in (10, 14, 12, 11):
+        run.step(4, t)
+    assert run.followed
+    assert run.step(6, 16) == [PLANNED] * 3 and not run.followed
+    assert run.step(5, 16) == [PLANNED] * 3 and run.followed
+
+
+def test_a_storage_larger_than_foretold_ends_the_routine_and_steps_are_recorded_for_a_while(followed):
+    assert followed.step(3, 16, more=1) == [PLANNED, OBSERVE, OBSERVE] and not followed.followed
+    for _ in range(WATCHFUL):
+        assert not followed.followed
+        assert OBSERVE not in followed.step(3, 15)
+    followed.step(3, 15)
+    assert followed.followed
+
+
+def test_one_that_is_within_the_step_but_not_within_the_plan_for_another_ends_it_too(followed):
+    """Storage 1 of size (3, 16) would be the largest that a plan for it has room for; the same plan serves (3, 16)."""
+    followed.step(3, 16)
+    followed.learner._plans[followed.learner.families[0], (3, 16)].routine.most_bytes = (480, 4 * 3 * 256 - 1, 288)
+    assert followed.step(3, 16) == [PLANNED, OBSERVE, OBSERVE] and not followed.followed
+
+
+def test_other_calls_end_it_and_another_structure_is_learned(followed):
+    followed.step(3, 16)
+    assert followed.step(3, 16, names="fgx")[:2] == [PLANNED] * 2 and not followed.followed
+    assert followed.step(3, 16, names="fgx")[-1] is OBSERVE, "recorded whole, and learned"
+    assert len(followed.learner.families) == 2
+
+
+def test_what_comes_before_the_first_save_may_stay_away_or_be_more(followed):
+    followed.step(3, 16, before="xy")
+    assert followed.followed
+    followed.step(3, 17)
+    assert followed.followed
+
+
+def test_where_backward_begins_within_forward_there_is_none():
+    run = Followed()
+    for t in (10, 14, 12, 13, 15):
+        run.step(4, t, backward_first=True)
+        assert not run.followed
+
+
+def test_notes_that_find_no_room_twice_are_no_more(followed):
+    followed.step(3, 16)
+    (profile,) = followed.learner._plans.values()
+    noted = profile.routine.noted
+    for _ in range(CRAMPED):
+        assert profile.routine.noted == noted
+        profile.cramped += 1
+        followed.step(3, 16)
+    assert noted and not profile.routine.noted and profile.routine.most_bytes
+
+
+def test_a_missed_limit_makes_plans_tighter_where_routines_are_followed_too(followed):
+    followed.step(3, 16, peak=1100)
+    followed.step(3, 16)
+    assert followed.followed and followed.asked[-1][1] == int(1000 * 1000 / 1100)
+
+
+def test_the_simulator_is_told_how_ops_are_recorded_in_such_steps():
+    run = Followed()
+    for b, t in ((4, 10), (4, 14), (2, 12)):
+        run.step(b, t, before="x")
+        assert run.learner.steady_ways() is None
+    run.step(3, 16, before="x")
+    assert run.followed
+    assert run.learner.steady_ways() == [Way.PASS, Way.PASS, Way.RECORD, Way.PASS], "the first is in no graph"
+    run.learner._whole = 1
+    run.step(3, 16, before="x")
+    assert run.learner.steady_ways() is None
+
+
+def test_forgotten_families_leave_nothing(followed, monkeypatch):
+    monkeypatch.setattr("delta.families.KINDS", 2)
+    for names in ("abc", "bcd", "cde"):
+        followed.step(4, 10, names=names)
+    assert len(followed.learner.families) == 2
+    assert set(followed.learner._courses) == set(followed.learner.families)

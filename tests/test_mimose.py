@@ -8,6 +8,8 @@ from torch import Tensor
 
 import delta
 from delta.engine import Engine
+from delta.families import FamilyLearner
+from delta.learner import WATCHFUL
 from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
 from delta.types import Mode
 
@@ -107,3 +109,44 @@ def test_other_policies_observe_every_new_size(steps):
     """What the tests above are about."""
     under(delta.load_policy("capuchin", {"filter.min_bytes": 0}), shapes(6, (4,)), activations=LIMIT_BYTES)
     assert [step.mode for step in steps].count(Mode.OBSERVE) > OBSERVED
+
+
+# -- routines ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def followed(monkeypatch):
+    """Of every step that ended: whether it went by a routine to its end."""
+    seen = []
+    went = FamilyLearner._went
+
+    def noted(self):
+        seen.append(self._following is not None and self.routine is not None)
+        went(self)
+
+    monkeypatch.setattr(FamilyLearner, "_went", noted)
+    return seen
+
+
+@pytest.mark.parametrize("device", ["cpu", "chaos:3"])
+def test_once_observed_every_step_follows_a_routine_within_its_limit(followed, steps, device):
+    sizes = shapes(24, (4,))
+    found, report = under(mimose(), sizes, activations=LIMIT_BYTES, device=device)
+    assert all(map(torch.equal, found, train(sizes)))
+    assert followed == [False] * OBSERVED + [True] * (len(sizes) - OBSERVED)
+    assert max(step.peak_bytes for step in steps) <= LIMIT_BYTES
+    assert report.evictions["recompute"] > 0
+
+
+def test_another_turn_ends_the_routine_and_is_recorded_for_a_while(followed):
+    """A batch of one needs one copy less in this model."""
+    sizes = [*shapes(6, (3, 4)), (1, 60), *shapes(WATCHFUL + 2, (3, 4))]
+    found, _ = under(mimose(), sizes, activations=LIMIT_BYTES)
+    assert all(map(torch.equal, found, train(sizes)))
+    assert followed[OBSERVED:] == [True] * 3 + [False] * (1 + WATCHFUL) + [True] * 2
+
+
+def test_with_rules_every_step_is_recorded(followed):
+    policy = mimose(rules=[{"op": "*gelu*", "action": "recompute"}])
+    sizes = shapes(8, (4,))
+    found, _ = under(policy, sizes, activations=LIMIT_BYTES)
+    assert all(map(torch.equal, found, train(sizes)))
+    assert not any(followed)
