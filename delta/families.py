@@ -142,7 +142,7 @@ class FamilyLearner(Learner):
         course = self._course(family)
         known = self._plans.get(key)
         surprised = False
-        if known is not None and (known.routine is not None or course is None):
+        if known is not None:
             surprised = not known.idle and known.plan is None  # it was thought to fit
             if not surprised and known.planned_for_bytes <= limit_bytes <= ROOMIER * known.planned_for_bytes:
                 return known
@@ -159,11 +159,12 @@ class FamilyLearner(Learner):
             planned_for_bytes=limit_bytes,
         )
         largest_bytes = max(graph.saved_bytes, default=0)
-        # Online, room is kept for one more of the largest. A routine goes by a plan that says so.
+        # Online, room is kept for one more of the largest. A routine goes by a plan, and only by one that holds the
+        # limit: elsewhere all that can has to go, and what has passed unrecorded cannot.
         made.idle = course is None and not surprised and graph.unevicted_bytes + largest_bytes <= max(0, aim_bytes)
         if not made.idle:
             made.plan = self.make_plan(graph, max(0, aim_bytes), family.forced)
-        if course is not None and made.plan is not None:
+        if course is not None and made.plan is not None and made.plan.peak_bytes + graph.common_bytes <= limit_bytes:
             made.routine = routine_for(course.log, made)
         self._plans[key] = made
         if len(self._plans) > CACHED:
@@ -200,7 +201,17 @@ class FamilyLearner(Learner):
             self.families.remove(family)
             self.families.insert(0, family)
             if self.recorded and family in self._courses:
-                self._courses[family].steps += 1
+                self._one_more(family)
+
+    def _one_more(self, family: Family) -> None:
+        """A step of the family has been recorded whole."""
+        course = self._courses[family]
+        course.steps += 1
+        if course.steps == self.options.observe:
+            self._forget_plans(family)  # which have no routines
+
+    def _forget_plans(self, family: Family) -> None:
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] is not family}
 
     def _went(self) -> None:
         """A step has ended that may have followed a routine."""
@@ -238,7 +249,7 @@ class FamilyLearner(Learner):
         else:
             family.learn(self.dims, graph, forced)
         self._learn_course(family, graph)
-        self._plans = {key: plan for key, plan in self._plans.items() if key[0] is not family}
+        self._forget_plans(family)
         return family
 
     def _learn_course(self, family: Family, graph: StepGraph) -> None:
