@@ -21,7 +21,7 @@ from delta.learner import NO_STRAYS, NOTHING, WATCHFUL, Learner
 from delta.planner import PLANNERS, Plan, StepGraph, StepLog, Task
 from delta.planner.family import SAMPLES
 from delta.planner.steplog import build_graph
-from delta.profile import REFINEMENTS
+from delta.profile import CRAMPED, REFINEMENTS
 from delta.routine import Way
 from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
 from delta.runtime.recorder import Recorder
@@ -31,6 +31,7 @@ from delta.types import Action, Kind, Link, Look, Mode
 OBSERVE, PLANNED = Mode.OBSERVE, Mode.PLANNED
 ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 WARM = [(4, 10), (4, 100), (2, 12)]
+MASK = 800
 
 
 # -- without tensors --------------------------------------------------------------------------------------------------
@@ -60,16 +61,19 @@ class Run:
         looks: str = "abc",
         recording: bool = True,
         beside: Beside = NOTHING,
+        mask: int = 0,
     ) -> list[Mode]:
         """The mode after each save. `more` bytes in g, other ops by other names, calls `before` the first save; what
         the saves have of their `looks` at every size; whether the recorder was on before that; what the device used
-        `beside`."""
+        `beside`; bytes of a `mask` that each op reads and nobody saves."""
         learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
         for k, name in enumerate(before):
             self._call(intern(name), 900 + k, [], 5)
+        if mask:
+            self._call("mask", MASK, [], mask)
         modes = []
         for i, (name, nbytes) in enumerate(zip(names, sizes, strict=False)):
-            self._call(intern(name), i, [i - 1] if i else [], nbytes, b * t)
+            self._call(intern(name), i, [i - 1] * bool(i) + [MASK] * bool(mask), nbytes, b * t)
             if not i:
                 learner.begin(recording)
             structure, exact = hash(looks[i]), hash((looks[i], b, t))
@@ -255,6 +259,34 @@ def test_what_comes_before_the_first_save_is_recorded_until_that_tells(run: Run)
         assert run.learner.routine is None
         assert run.step(3, 16, before=before) == [PLANNED] * 3 and run.followed
     assert run.step(3, 16, names="fxh") == [PLANNED] * 3 and not run.followed, "another call after that ends it"
+
+
+def test_what_many_ops_read_stays_and_counts_here_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delta.planner.common.MANY", 3)
+    for size in WARM:
+        run.step(*size, peak=1, mask=5)
+    assert run.step(3, 16, mask=5) == [PLANNED] * 3 and run.followed
+    graph, limit_bytes = run.asked[-1]
+    assert (graph.common_bytes, limit_bytes) == (5, 995)
+
+
+def test_what_was_made_before_a_save_is_numbered_as_where_the_rest_is_left_out(run: Run) -> None:
+    for size in WARM:
+        run.step(*size, peak=1, before=["ids", "logged"])
+    (program,) = run.sizes._programs
+    assert program.course.ops_before == [1, 2, 3]
+
+
+def test_notes_that_find_no_room_twice_are_no_more() -> None:
+    run = Run(limit=3500)
+    run.warm()
+    run.step(3, 16)
+    (profile,) = run.sizes._programs[0].plans.values()
+    for _ in range(CRAMPED):
+        assert profile.routine is not None and profile.routine.noted
+        profile.cramped += 1
+        run.step(3, 16)
+    assert not profile.routine.noted and profile.routine.most_bytes == profile.graph.saved_bytes
 
 
 def test_more_bytes_than_foretold_end_the_plan_there(run: Run) -> None:
