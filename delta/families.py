@@ -89,7 +89,7 @@ class FamilyLearner(Learner):
         """The first save tells which routine the step follows: until then it is recorded, and to its end where more is
         to be learned from it."""
         family, expected = self._family, self._expected
-        known = family is not None and expected is not None and expected.exact and family.varies_so(self.dims)
+        known = family is not None and expected is not None and expected.exact
         if self.recorded and known and not self._whole:
             self._follow()
         self._followed = self._family if self.routine is not None else None

@@ -331,6 +331,15 @@ def test_a_dim_that_never_varied_is_recorded_until_it_has():
     assert run.step(5, 8) == [PLANNED] * 3 and run.followed
 
 
+def test_where_bytes_do_not_follow_from_the_size_steps_are_recorded():
+    run = Followed(limit=100_000)
+    for t, more in ((10, 0), (14, 5000), (12, 50), (11, 9000), (13, 0), (15, 7000)):
+        run.learner._whole = 0
+        run.step(4, t, more=more)
+    run.learner._whole = 0
+    assert run.step(4, 16) == [PLANNED] * 3 and not run.followed and run.recorded
+
+
 def test_a_storage_larger_than_foretold_ends_the_routine_and_steps_are_recorded_for_a_while(followed):
     assert followed.step(3, 16, more=1) == [PLANNED, OBSERVE, OBSERVE] and not followed.followed
     for _ in range(WATCHFUL):
