@@ -264,3 +264,44 @@ def test_a_step_is_known_on_a_real_card_as_on_a_cpu(policy: str) -> None:
     between_ns = [op.cost_ns - CudaDevice.replay_ns for op in between]
     assert 0 < sum(between_ns) <= card.save_ns[-1] + 1000 * len(between_ns), "events tell half microseconds"
     assert card.save_ns[-1] < card.need_ns[0] < card.end_ns
+
+
+class Lengths(NamedTuple):
+    """A training of rows of another number in each step."""
+
+    gradients: list[Tensor]
+    followed: list[bool]  # of each step: whether forward ended as its routine has it
+
+
+def of_changing_length(device: str, run: delta.evict | None = None) -> Lengths:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    model = nn.Sequential(*(nn.Sequential(part, nn.Linear(256, 64)) for part in parts)).to(device)
+    found = Lengths([], [])
+    for rows in (40, 100, 70, 55, 90, 63, 48, 81, 72, 59):
+        loss = model(torch.randn(rows, 64, device=device)).square().mean()
+        learner = run._core.engine.learner if run is not None and run._core is not None else None
+        found.followed.append(learner is not None and learner.routine is not None)
+        loss.backward()
+        found.gradients.extend(p.grad.cpu() for p in model.parameters() if p.grad is not None)
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
+@pytest.mark.parametrize("where", ["simulated", pytest.param("real", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("policy", ["delta", "recompute", "swap", "mimose"])
+def test_steps_of_changing_length_follow_routines_and_give_the_same_bits(
+    policy: str, where: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("card" if where == "simulated" else "real_card")
+    device = "cpu" if where == "simulated" else "cuda"
+    plain = of_changing_length(device)
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    with delta.evict(activations="60%", policy=chosen, device="cuda") as run:
+        evicted = of_changing_length(device, run)
+    assert all(map(torch.equal, plain.gradients, evicted.gradients))
+    assert evicted.followed == [False] * 3 + [True] * 7
+    assert sum(run.report().evictions.values()) > 0
+    assert run._core is not None
+    assert (run._core.engine.ledger.handles, run._core.device.host_bytes()) == (0, 0)
