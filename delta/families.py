@@ -57,7 +57,7 @@ class FamilyLearner(Learner):
     _expected: Expectation | None = field(default=None, init=False)
     _plans: dict[tuple[Family, Dims], Profile] = field(default_factory=dict, init=False)
     _courses: dict[Family, _Course] = field(default_factory=dict, init=False)
-    _followed: Family | None = field(default=None, init=False)  # of the step begun last, if it follows a routine
+    _begun: Family | None = field(default=None, init=False)  # as which the last step began
 
     @property
     def known_peak_bytes(self) -> int:
@@ -92,7 +92,7 @@ class FamilyLearner(Learner):
         known = family is not None and expected is not None and expected.exact
         if self.recorded and known and not self._whole:
             self._follow()
-        self._followed = self._family if self.routine is not None else None
+        self._begun = self._family
 
     def _find(self, so_far: tuple[int, ...]) -> Profile | None:
         self._family = self._expected = None
@@ -221,14 +221,14 @@ class FamilyLearner(Learner):
             return
         as_told = self.routine is not None and self.packs == len(profile.signatures)
         self._whole = 0 if as_told else WATCHFUL
-        course = self._courses.get(self._followed) if self._followed is not None else None
+        course = self._courses.get(self._begun) if self._begun is not None else None
         if profile.cramped >= CRAMPED and profile.routine is not None and profile.routine.noted and course is not None:
             profile.routine = routine_for(course.log, profile, notes=False)
 
     def steady_ways(self) -> list[Way] | None:
         """As every learner's, by the ops of the step that the routine was learned from."""
         profile = self._before
-        course = self._courses.get(self._followed) if self._followed is not None else None
+        course = self._courses.get(self._begun) if self._begun is not None else None
         if profile is None or profile.plan is None or course is None:
             return None
         return ways_of([(None, place) for place in course.places], profile.graph, profile.plan)

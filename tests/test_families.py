@@ -248,15 +248,17 @@ class Followed(Run):
     def __init__(self, limit=HELD, **options):
         super().__init__(limit=limit, selective=True, **options)
 
-    def step(self, b, t, *, more=0, names="fgh", before=(), backward_first=False, peak=0):
+    def step(self, b, t, *, more=0, names="fgh", before=(), backward_first=False, peak=0, recording=True, mask=0):
         learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
         for k, name in enumerate(before):
             self._call(name, 900 + k, [], 5)
+        if mask:
+            self._call("mask", 800, [], mask)
         modes = []
-        for i, (name, nbytes) in enumerate(zip(names, sizes, strict=True)):
-            self._call(name, i, [i - 1] if i else [], nbytes, b * t)
+        for i, (name, nbytes) in enumerate(zip(names, sizes, strict=False)):
+            self._call(name, i, [i - 1] * bool(i) + [800] * bool(mask), nbytes, b * t)
             if not i:
-                learner.begin(recording=True)
+                learner.begin(recording)
             if i == 2 and backward_first:
                 learner.needed(0, 50)
             structure = hash(name)
@@ -266,7 +268,7 @@ class Followed(Run):
             modes.append(learner.mode)
         self.followed = learner.routine is not None
         self.recorded = learner.recorded
-        for i in (2, 1, 0):
+        for i in reversed(range(len(modes))):
             learner.needed(i, 100 - i)
             learner.released(i)
         learner.end(200, peak, sum(sizes), self.limit, True, {})
@@ -354,6 +356,33 @@ def test_one_that_is_within_the_step_but_not_within_the_plan_for_another_ends_it
     followed.step(3, 16)
     followed.learner._plans[followed.learner.families[0], (3, 16)].routine.most_bytes = (480, 4 * 3 * 256 - 1, 288)
     assert followed.step(3, 16) == [PLANNED, OBSERVE, OBSERVE] and not followed.followed
+
+
+def test_one_that_the_plan_has_room_for_but_its_size_does_not_explain_ends_it_too():
+    """The plan for (4, 65) is made for (4, 66)."""
+    run = Followed(limit=10**6)
+    run.warm()
+    assert run.step(4, 65) == [PLANNED] * 3 and run.followed
+    assert run.step(4, 65, more=1) == [PLANNED, OBSERVE, OBSERVE] and not run.followed
+
+
+def test_a_step_of_which_something_was_not_seen_is_followed_by_none(followed):
+    assert followed.step(3, 16, recording=False) == [PLANNED] * 3 and not followed.followed
+
+
+def test_one_that_ends_early_is_followed_by_some_that_are_recorded(followed):
+    assert followed.step(3, 16, names="fg") == [PLANNED] * 2 and followed.followed
+    assert followed.step(3, 16) == [PLANNED] * 3 and not followed.followed
+
+
+def test_what_many_ops_read_stays_and_counts(monkeypatch):
+    monkeypatch.setattr("delta.planner.common.MANY", 3)
+    run = Followed()
+    for size in ((4, 10), (4, 14), (2, 12)):
+        run.step(*size, mask=5)
+    run.step(3, 16, mask=5)
+    graph, limit_bytes = run.asked[-1]
+    assert run.followed and (graph.common_bytes, limit_bytes) == (5, HELD - 5)
 
 
 def test_other_calls_end_it_and_another_structure_is_learned(followed):
