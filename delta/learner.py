@@ -291,7 +291,7 @@ class Learner:
             self._give_up()
         elif routine is not None and routine.begun:
             self._left_midway, self.recorded = True, False
-        elif self.in_step:
+        elif routine is not None and self.in_step:
             self.recorded = self._recorded_so_far
 
     def lose_track(self) -> None:

@@ -248,7 +248,9 @@ class Followed(Run):
     def __init__(self, limit=HELD, **options):
         super().__init__(limit=limit, selective=True, **options)
 
-    def step(self, b, t, *, more=0, names="fgh", before=(), backward_first=False, peak=0, recording=True, mask=0):
+    def step(
+        self, b, t, *, more=0, names="fgh", before=(), backward_first=False, peak=0, recording=True, mask=0, odd=False
+    ):
         learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
         for k, name in enumerate(before):
             self._call(name, 900 + k, [], 5)
@@ -256,6 +258,8 @@ class Followed(Run):
             self._call("mask", 800, [], mask)
         modes = []
         for i, (name, nbytes) in enumerate(zip(names, sizes, strict=False)):
+            if odd and i == 1:
+                self._call("odd", 950, [], 5)
             self._call(name, i, [i - 1] * bool(i) + [800] * bool(mask), nbytes, b * t)
             if not i:
                 learner.begin(recording)
@@ -368,6 +372,13 @@ def test_one_that_the_plan_has_room_for_but_its_size_does_not_explain_ends_it_to
 
 def test_a_step_of_which_something_was_not_seen_is_followed_by_none(followed):
     assert followed.step(3, 16, recording=False) == [PLANNED] * 3 and not followed.followed
+
+
+def test_nothing_is_learned_of_one_that_left_its_routine_and_then_was_larger_than_foretold(followed):
+    sizes = followed.learner.families[0].sizes
+    followed.step(3, 16, odd=True, more=1)
+    assert not followed.recorded
+    assert len(followed.learner.families) == 1 and followed.learner.families[0].sizes == sizes
 
 
 def test_one_that_ends_early_is_followed_by_some_that_are_recorded(followed):
