@@ -25,7 +25,7 @@ from delta.runtime.host import Slab, SlabSource
 Work = Callable[[], bool]  # does its thing and says True; False: not yet
 
 
-@dataclass
+@dataclass(eq=False)
 class Memory:
     """Bytes that the card gave out. They outlive the storage over them, so a wrong copy fails a check and not the
     process.
@@ -124,6 +124,7 @@ class SimulatedCard:
         self.ticks = itertools.count()
         self.streams: list[SimulatedStream] = []
         self.given_out: list[Memory] = []
+        self._not_reused: list[Memory] = []  # of them
         self.compute = self.new_stream()
 
     @contextmanager
@@ -181,7 +182,9 @@ class SimulatedCard:
         content = bytearray(b"\xff" * max(nbytes, 1))
         bytes_ = torch.frombuffer(content, dtype=torch.uint8)
         storage = bytes_.untyped_storage() if nbytes else torch.UntypedStorage(0)
-        self.given_out.append(Memory(content, bytes_.data_ptr(), StorageWeakRef(storage), [self.compute]))
+        memory = Memory(content, bytes_.data_ptr(), StorageWeakRef(storage), [self.compute])
+        self.given_out.append(memory)
+        self._not_reused.append(memory)
         return storage
 
     def _check(self, tensor: torch.Tensor) -> Callable[[], bool]:
@@ -198,11 +201,12 @@ class SimulatedCard:
         return next((memory for memory in reversed(self.given_out) if memory.address == address), None)
 
     def _reuse_dropped(self) -> None:
-        for memory in self.given_out:
+        for memory in list(self._not_reused):
             if memory.used is None and memory.storage.expired():
                 memory.used = [self._marker_in(stream) for stream in memory.streams]
             if memory.used is not None and all(marker.passed for marker in memory.used) and not memory.reused:
                 memory.reused = True
+                self._not_reused.remove(memory)
                 memory.content[:] = bytes([POISON]) * len(memory.content)
 
     def _marker_in(self, stream: SimulatedStream) -> Marker:
