@@ -172,7 +172,7 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "at random depth": lambda b, x: b.linear(x) + x if b.draw.random() < 0.7 or not b.training else x * b.scale,
     "of one's own": lambda b, x: x + _Gate.apply(b.linear(x), x.sigmoid()),  # type: ignore[no-untyped-call]
     "of one's own, in place": lambda b, x: x + _Clamp.apply(b.linear(x) + 1),  # type: ignore[no-untyped-call]
-    "gated": lambda b, x: x + torch.sigmoid(b.linear(x)).mul_(2) * b.experts[0](x),
+    "gated": lambda b, x: x + b.linear(x).mul_(2).sigmoid() * b.experts[0](x),
     "largest": lambda b, x: x.scatter_add(-1, b.linear(x).topk(4, -1).indices, x[..., :4].sigmoid()),
     "spectrum": lambda b, x: x + torch.fft.irfft(torch.fft.rfft(b.linear(x), dim=1) * 0.9, n=x.shape[1], dim=1),
     "pieces": lambda b, x: torch.cat([b.linear(each) * each.sin() for each in x.split(max(1, x.shape[1] // 3), 1)], 1),
@@ -372,10 +372,10 @@ def run(seed: int, enter: Enter | None = None) -> list[Tensor | str]:
 
 
 def _step(on: Training, x: Tensor, turns: set[str]) -> None:
-    for between in BETWEEN:
-        if between.__name__ in turns:
-            between(on, x)
     try:
+        for between in BETWEEN:
+            if between.__name__ in turns:
+                between(on, x)
         h = on.model(x)
         loss = on.model.loss_of(h, x)
         for within in WITHIN:
