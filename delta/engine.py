@@ -22,21 +22,19 @@ from delta.costs import LinkQueue
 from delta.descent import Descent
 from delta.errors import BudgetError
 from delta.expected import Expected
-from delta.families import FamilyLearner
 from delta.headroom import HeadRoom
 from delta.keeping import Keeping, Kept
 from delta.layout import Layout
-from delta.learner import AIM, NOTHING, Learner
 from delta.ledger import Ledger
-from delta.planning import Planning
+from delta.planning import Planning, learner_for
 from delta.recall import Recall
 from delta.record import Host, LedgerError, Record
 from delta.replays import Replays
+from delta.revising import Outcome
 from delta.room import Room
 from delta.routine import Routine
 from delta.ruled import Ruled
 from delta.settling import Settling
-from delta.sizes import Sizes
 from delta.step_ends import StepEnds
 from delta.totals import StepSummary, Totals
 from delta.transfers import Transfers
@@ -85,23 +83,9 @@ class Engine:
         self.finished_steps: list[StepSummary] = []
         self._clock = clock
         self.planning = Planning(policy, budget, link, announced)
-        make_plan = self.planning.plan if policy.planner.kind != "none" else None
-        # Where nothing has to be guessed, nothing is left unused.
-        aim = 1.0 if announced else AIM
         self._least_bytes = least_bytes = policy.filter.min_bytes
         self.looks = policy.planner.kind == "mimose"  # at more of a saved tensor than its signature
-        self.learner = (
-            FamilyLearner(least_bytes, make_plan, limit=budget.limit_bytes, options=policy.planner)
-            if self.looks
-            else Learner(least_bytes, make_plan, aim)
-        )
-        self.learner.selective = not policy.rules  # they ask for the names of ops
-        if policy.planner.kind == "profile" and self.learner.selective and not announced:
-            self.learner.sizes = Sizes(least_bytes, self.planning.plan_once, budget.limit_bytes, aim)
-        self.planning.learner = self.learner
-        self.learner.amend = self.planning.amend
-        if self.planning.heeds_late:
-            self.learner.heed_late = self.planning.heed_late
+        self.learner = learner_for(policy, budget, self.planning, announced)
         self._headroom = HeadRoom(budget, self.ledger, self.learner) if budget.device_bytes is not None else None
         self._by_position = self._headroom if self.planning.by_position else None
         ledger, learner, totals = self.ledger, self.learner, self.totals
@@ -585,21 +569,21 @@ class Engine:
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
         self._tell_shortage(summary.peak_bytes)
         plans_before, began_ns = self.planning.made, self._clock()
-        peak_bytes, limit, beside = summary.peak_bytes, self.budget.limit_bytes, NOTHING
+        peak_bytes, limit, beside = summary.peak_bytes, self.budget.limit_bytes, None
         if self._by_position is not None:
             peak_bytes, beside = self._by_position.peak_bytes, self._by_position.measured
             limit = partial(self.budget.limit_bytes, beside_bytes=0)
         if whole:
-            self.learner.end(
-                self._net_ns(now_ns),
-                peak_bytes,
-                summary.unevicted_peak_bytes,
-                limit,
-                self._room.evicted,
-                self._forced_by_rules(),
-                self._room.strays,
-                beside,
+            outcome = Outcome(
+                peak_bytes=peak_bytes,
+                unevicted_peak_bytes=summary.unevicted_peak_bytes,
+                limit_bytes=limit(summary.unevicted_peak_bytes),
+                evicted=self._room.evicted,
+                forced=self._forced_by_rules(),
+                strays=self._room.strays,
+                beside=beside,
             )
+            self.learner.end(self._net_ns(now_ns), outcome)
         else:
             self.learner.abandon()
         if self.planning.failed is not None:

@@ -14,25 +14,23 @@ are the same ones at every size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from delta.config import PlannerConfig
-from delta.headroom import Beside
 from delta.learner import KINDS, WATCHFUL, Learner
 from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
 from delta.planner.family import Expectation, Family, kept_ops
 from delta.planner.steplog import StepGraph, StepLog
 from delta.profile import CRAMPED, ROOMIER, Profile
+from delta.revising import Outcome
 from delta.routine import Way, ways_of
-from delta.sizes import course_of, routine_for
+from delta.sizes import Limit, course_of, routine_for
 from delta.types import Action, Kind, Look
 
 CACHED = 256  # plans remembered, the oldest forgotten first
 LEAST_SQUEEZE = 0.8
-
-Limit = Callable[[int], int | None]
 
 
 @dataclass(slots=True)
@@ -75,7 +73,7 @@ class FamilyLearner(Learner):
     @property
     def is_timed(self) -> bool:
         """Those of the first steps that a family is learned from, as many as one is observed for."""
-        if self.make_plan is None or not self.recorded or self._family is not None:
+        if self.revising.make_plan is None or not self.recorded or self._family is not None:
             return False
         return sum(family.observed for family in self.families) < self.options.observe
 
@@ -134,7 +132,8 @@ class FamilyLearner(Learner):
 
     def _profile(self, family: Family) -> Profile | None:
         """The plan for the size at hand: one made before for a size rounded up to the same, under no higher a limit."""
-        assert self._expected is not None and self.make_plan is not None
+        make_plan = self.revising.make_plan
+        assert self._expected is not None and make_plan is not None
         limit_bytes = self.limit(self._expected.peak_bytes)
         if limit_bytes is None:
             return None
@@ -163,7 +162,7 @@ class FamilyLearner(Learner):
         # limit: elsewhere all that can has to go, and what has passed unrecorded cannot.
         made.idle = course is None and not surprised and graph.unevicted_bytes + largest_bytes <= max(0, aim_bytes)
         if not made.idle:
-            made.plan = self.make_plan(graph, max(0, aim_bytes), family.forced)
+            made.plan = make_plan(graph, max(0, aim_bytes), family.forced)
         if course is not None and made.plan is not None and made.plan.peak_bytes + graph.common_bytes <= limit_bytes:
             made.routine = routine_for(course.log, made)
         self._plans[key] = made
@@ -174,29 +173,22 @@ class FamilyLearner(Learner):
     def _course(self, family: Family) -> _Course | None:
         """How its steps go, once that is known well enough to be followed."""
         course = self._courses.get(family)
-        return course if self.selective and course is not None and course.steps >= self.options.observe else None
+        selective = self.revising.selective
+        return course if selective and course is not None and course.steps >= self.options.observe else None
 
     # -- its end --------------------------------------------------------------------------------------------------
-    def _learn(
-        self,
-        peak_bytes: int,
-        unevicted_peak_bytes: int,
-        limit_bytes: int | None,
-        fitted: bool,
-        forced: Mapping[int, Action],
-        strays: Mapping[int, Action],
-        beside: Beside,
-    ) -> None:
+    def _learn(self, outcome: Outcome) -> None:
         family, expected = self._family, self._expected
         self._went()
         if not self.log.needs:
             return
-        if limit_bytes is not None and peak_bytes > limit_bytes and self.plan is not None:
-            self.squeeze = max(LEAST_SQUEEZE, self.squeeze * limit_bytes / peak_bytes)
+        limit_bytes = outcome.limit_bytes
+        if limit_bytes is not None and outcome.over and self.plan is not None:
+            self.squeeze = max(LEAST_SQUEEZE, self.squeeze * limit_bytes / outcome.peak_bytes)
             self._plans.clear()
         told = family is not None and expected is not None and expected.exact and self._foreseen(expected)
         if self.recorded and not told:
-            family = self._learn_size(forced)
+            family = self._learn_size(outcome.forced)
         if family is not None and family in self.families:
             self.families.remove(family)
             self.families.insert(0, family)
@@ -237,11 +229,11 @@ class FamilyLearner(Learner):
         return all(expected.foresaw(*saved) for saved in self._saved_bytes())
 
     def _learn_size(self, forced: Mapping[int, Action]) -> Family:
-        graph = self._observed()
+        graph = self.revising.observed(self.log)
         structure = tuple(self.log.signatures)
         family = next((known for known in self.families if known.takes(structure, self.dims, graph)), None)
         if family is None:
-            family = Family(structure, self.dims, graph, forced, self.min_bytes)
+            family = Family(structure, self.dims, graph, forced, self.revising.min_bytes)
             self.families.insert(0, family)
             for forgotten in self.families[KINDS:]:
                 self._courses.pop(forgotten, None)

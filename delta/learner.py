@@ -10,41 +10,30 @@ least over the recorded steps: a first run pays page faults and cold caches that
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from delta.headroom import Beside
-from delta.planner.common import keep_common
-from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
-from delta.profile import CRAMPED, MOVED, REFINEMENTS, ROOMIER, TIGHTENINGS, TIGHTEST, Profile, refine, with_beside
-from delta.routine import Routine, Way, routine_of, settled, ways_of
+from delta.planner.steplog import Plan, StepGraph, StepLog
+from delta.profile import REFINEMENTS, Profile
+from delta.revising import NOTHING, Ended, Outcome, Revising
+from delta.routine import Routine, Way, settled, ways_of
 from delta.sizes import OBSERVED, Foretold, Sizes
 from delta.types import ANY_LOOK, Action, Encoding, Kind, Look, Mode, OpInfo
 
 KINDS = 64  # kinds of step remembered, the least recently used forgotten first
 LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
 MOST_OPS = 3 * LONGEST  # ops of a step that is still followed, or between two steps
-AIM = 0.99  # plans leave this much of the limit unused: copies are never exactly on time
-NOTHING = Beside()
-NO_STRAYS: Mapping[int, Action] = {}
-OFTEN = 2  # so many steps running that leave their routine are no accident: the next one is recorded whole
 WATCHFUL = 4  # after a step that was new and not recorded whole: one like it may come again soon
 NOBODY_S = -1  # in place of the record of what nobody was told of
-
-MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
-HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
-Amend = Callable[[Plan, StepGraph, Mapping[int, Action]], Plan | None]
 
 
 @dataclass(slots=True)
 class Learner:
-    """Follows one step at a time. `make_plan(graph, limit_bytes, forced)` is None for policies that do not plan."""
+    """Follows one step at a time."""
 
-    min_bytes: int
-    make_plan: MakePlan | None
-    aim: float = AIM  # plans aim at this share of the limit at first
-    replay_ns: int = 0  # what a replay takes beside the op's own time
+    revising: Revising
     profiles: list[Profile] = field(default_factory=list)  # last used first
     current: Profile | None = None
     mode: Mode = Mode.OBSERVE
@@ -55,12 +44,8 @@ class Learner:
     began_ns: int | None = None
     standing_bytes: int = 0  # resident when the step began: left over from another
     given_up: bool = False  # this step is too long to be learned from
-    heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
-    amend: Amend | None = None  # a plan, so that some more go as planned
-    device_times: Callable[[StepLog], StepTimes] | None = None  # of a step, where the host works ahead of the device
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
-    selective: bool = True  # whether routines are followed at all
     alone: set[int] = field(default_factory=set)  # save orders of this step that nobody was told of
     sizes: Sizes | None = None  # for planners that can plan for a step that was never seen
     foretold: Foretold | None = None  # what is known of the step under way by its size alone
@@ -121,7 +106,7 @@ class Learner:
     def is_timed(self) -> bool:
         """Whether the step under way is recorded for its times: one of the first that others are foretold by, or once
         more for a better plan. (Were each new kind timed, a program without two equal steps would do nothing else.)"""
-        if self.make_plan is None or not self.recorded:
+        if self.revising.make_plan is None or not self.recorded:
             return False
         profile = self.current
         if profile is None:
@@ -437,105 +422,49 @@ class Learner:
             self.log.turn_ends.append((len(self.log.needs), len(self.log.ops), now_ns - (self.began_ns or 0)))
 
     # -- its end --------------------------------------------------------------------------------------------------
-    def end(
-        self,
-        now_ns: int,
-        peak_bytes: int,
-        unevicted_peak_bytes: int,
-        limit: Callable[[int], int | None],
-        evicted: bool,
-        forced: Mapping[int, Action],
-        strays: Mapping[int, Action] = NO_STRAYS,
-        beside: Beside = NOTHING,
-    ) -> None:
-        """The last handle died. Learns from the step and plans the next one like it. `strays`: what was evicted that
-        the plan had not named, by save order, and how. With what it used `beside` counted activations, peak and limit
-        are those of the device."""
-        if self.given_up:
-            self._reset()
-            return
-        self.log.end_ns = now_ns - (self.began_ns or 0)
-        limit_bytes = limit(unevicted_peak_bytes)
-        fitted = limit_bytes is None or (not evicted and max(unevicted_peak_bytes, peak_bytes) <= limit_bytes)
-        self._learn(peak_bytes, unevicted_peak_bytes, limit_bytes, fitted, forced, strays, beside)
+    def end(self, now_ns: int, outcome: Outcome) -> None:
+        """The last handle died. Learns from the step and plans the next one like it."""
+        if not self.given_up:
+            self.log.end_ns = now_ns - (self.began_ns or 0)
+            self._learn(outcome)
         self._reset()
 
-    def _learn(
-        self,
-        peak_bytes: int,
-        unevicted_peak_bytes: int,
-        limit_bytes: int | None,
-        fitted: bool,
-        forced: Mapping[int, Action],
-        strays: Mapping[int, Action],
-        beside: Beside,
-    ) -> None:
+    def _learn(self, outcome: Outcome) -> None:
         log = self.log
         if self.foretold is not None and self.sizes is not None:
             as_told = self.routine is not None and self.packs == len(self.foretold.profile.signatures)
             # What a device has in use beside counted activations lowers the limit by itself.
-            self.sizes.ended(self.foretold, as_told, peak_bytes, limit_bytes if beside is NOTHING else None)
+            limit_bytes = outcome.limit_bytes if outcome.beside is None else None
+            self.sizes.ended(self.foretold, as_told, outcome.peak_bytes, limit_bytes)
             self._whole = 0 if as_told else WATCHFUL
             self._expect(None)
             return
         self._whole = max(0, self._whole - 1)
         profile = self._profile_of_step()
-        if profile is None and log.asked and (fitted or (self.recorded and log.needs)):
-            graph = with_beside(self._graph(), beside)
-            profile = Profile(tuple(log.signatures), graph, unevicted_peak_bytes, forced, self.aim, beside=beside)
-            profile.calls = tuple(log.calls)
+        if profile is None and log.asked and (outcome.fitted or (self.recorded and log.needs)):
+            profile = self.revising.new(self._ended(outcome))
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]
-            self._plan(profile, limit_bytes, fitted)
             self.missed, self._whole = False, 0
         elif profile is None and log.asked:
             self.missed, self._whole = True, WATCHFUL
         elif profile is not None:
             self.profiles.remove(profile)
             self.profiles.insert(0, profile)
-            known = profile.plan
-            self._review(profile, peak_bytes, limit_bytes, beside)
-            over = limit_bytes is not None and peak_bytes > limit_bytes
-            settled = profile.plan is known and self._settled(profile, strays, over)
-            profile.routine = self._routine(profile) if settled and not (over and profile.can_tighten) else None
+            self.revising.revise(profile, self._ended(outcome))
         if self.sizes is not None and self.recorded and log.asked:
-            self.sizes.learn(log, self._look.sizes, self.replay_ns)
+            self.sizes.learn(log, self._look.sizes, self.revising.replay_ns)
         self._expect(profile)
 
-    def _settled(self, profile: Profile, strays: Mapping[int, Action], over: bool) -> bool:
-        """Whether all that went in a step that followed the plan is the plan's. What has to go beside it in two steps
-        running will have to in every step, so from then on it is part of the plan, if the plan can take it. Something
-        may be late once in a step that held its limit: to record the whole next one for that would take several times
-        as long as the step."""
-        before, profile.strays = profile.strays, dict(strays)
-        if not strays or not (before or over or self.routine is None):
-            return True
-        if before.keys() != strays.keys() or min(strays) < 0 or profile.plan is None or self.amend is None:
-            return False
-        known, amended = profile.plan, self.amend(profile.plan, profile.graph, strays)
-        if amended is not None:
-            profile.plan = amended
-        return amended is known
-
-    def _routine(self, profile: Profile) -> Routine | None:
-        """How steps of this kind go after one that went as planned."""
-        notes = profile.cramped < CRAMPED
-        if not self.recorded:
-            known = profile.routine
-            if known is None or (known.noted and not notes):
-                return None
-            if self.routine is None:
-                known.left += 1
-                return known if known.left < OFTEN else None
-            known.followed += 1
-            known.left = 0
-            return known
-        if not self.selective or profile.refined < REFINEMENTS or profile.plan is None:
-            return None
-        graph = profile.graph if tuple(self.log.calls) == profile.calls else self._graph()
-        if len(graph.saved) != len(profile.plan.actions):
-            return None
-        return routine_of(self.log, graph, profile.plan, notes)
+    def _ended(self, outcome: Outcome) -> Ended:
+        return Ended(
+            log=self.log,
+            recorded=self.recorded,
+            followed=self.routine is not None,
+            late=self.late,
+            standing_bytes=self.standing_bytes,
+            outcome=outcome,
+        )
 
     def _expect(self, profile: Profile | None) -> None:
         """A step of this kind has ended: the next one will be of the kind that comes after it most of the time."""
@@ -544,9 +473,9 @@ class Learner:
         self._before = profile
         following = profile and (profile.then or profile)
         self._following, self.routine, self._costs = following, None, None
-        if self.device_times is not None and following is not None and following.refined == REFINEMENTS - 1:
+        if self.revising.device_times is not None and following is not None and following.refined == REFINEMENTS - 1:
             # The last step whose moments count: events around each op would have it seem longer than it is.
-            self._costs = following.costs_ns(self.replay_ns)
+            self._costs = following.costs_ns(self.revising.replay_ns)
         if following is not None and following.routine is not None and not self._whole and not self.foretells:
             self.routine = following.routine
             self.routine.restart()
@@ -555,14 +484,14 @@ class Learner:
         """How the ops told of are recorded in a step like the last one, once such steps go as planned; None: all are in
         full."""
         profile = self._before
-        if profile is None or profile.plan is None or not self.selective:
+        if profile is None or profile.plan is None or not self.revising.selective:
             return None
         return ways_of([(None, op) for op in range(len(profile.graph.ops))], profile.graph, profile.plan)
 
     def steady_kept(self) -> set[int]:
         """The save orders of what is kept in such steps."""
         profile = self._before
-        if profile is None or profile.plan is None or not self.selective:
+        if profile is None or profile.plan is None or not self.revising.selective:
             return set()
         return settled(profile.graph, profile.plan, Action.KEEP)
 
@@ -608,68 +537,6 @@ class Learner:
         self.alone.clear()
         self.late.clear()
 
-    def _graph(self) -> StepGraph:
-        """The step that has ended, with what stays in it for the sake of replays. Where no routine is followed, nothing
-        does."""
-        return keep_common(self._observed()) if self.selective else self._observed()
-
-    def _observed(self) -> StepGraph:
-        """The step that has ended."""
-        if self.device_times is not None:
-            self.log.timed(self.device_times(self.log))
-        return build_graph(self.log, self.min_bytes, self.replay_ns)
-
     def _profile_of_step(self) -> Profile | None:
         whole = tuple(self.log.signatures)
         return next((p for p in self.profiles if p.signatures == whole), None)
-
-    def _plan(self, profile: Profile, limit_bytes: int | None, fitted: bool) -> None:
-        if limit_bytes is None or (fitted and profile.unevicted_peak_bytes <= limit_bytes):
-            profile.idle = True
-        elif self.make_plan is not None:
-            profile.planned_for_bytes = limit_bytes
-            standing_bytes = self.standing_bytes + profile.graph.common_bytes
-            profile.aim_bytes = int(max(0, limit_bytes - standing_bytes) * profile.squeeze)
-            profile.planned_graph = profile.graph
-            profile.planned_beside = profile.graph.beside_saves + profile.graph.beside_needs
-            profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)
-            profile.cramped = 0
-
-    def _review(self, profile: Profile, peak_bytes: int, limit_bytes: int | None, beside: Beside) -> None:
-        """A step like one before: better op times, and a tighter plan if its peak was over the limit."""
-        if profile.idle or limit_bytes is None:
-            return
-        exact = profile.plan is not None and profile.plan.rehearsed
-        again = False
-        if self.recorded and profile.refined < REFINEMENTS:
-            profile.refined += 1
-            late = self.device_times is not None
-            known, profile.graph = profile.graph, refine(profile.graph, self._graph(), late)
-            profile.calls = tuple(self.log.calls)
-            again = not exact or profile.graph.ops != known.ops
-        rise_bytes, fall_bytes = self._beside_moved(profile, beside)
-        if rise_bytes > MOVED * limit_bytes and profile.tightened < TIGHTENINGS:
-            profile.tightened += 1
-            again = True
-        elif peak_bytes > limit_bytes and not exact and profile.can_tighten:
-            profile.tightened += 1
-            profile.squeeze = max(TIGHTEST, profile.squeeze * limit_bytes / peak_bytes)
-            again = True
-        room_bytes = limit_bytes + fall_bytes
-        if room_bytes > ROOMIER * profile.planned_for_bytes and profile.relaxed < TIGHTENINGS:
-            profile.relaxed += 1
-            again = True
-        if again:
-            self._plan(profile, limit_bytes, fitted=False)
-        if self.late and self.heed_late is not None and profile.plan is not None:
-            profile.plan = self.heed_late(profile.plan, profile.graph, self.late)
-
-    def _beside_moved(self, profile: Profile, beside: Beside) -> tuple[int, int]:
-        """Take in what the step used beside counted activations; by how much that is more than at the last planning at
-        any position, and less at its worst one."""
-        if self.recorded and beside.needs.levels:
-            profile.beside = beside.after(profile.beside)
-        profile.graph = with_beside(profile.graph, profile.beside)
-        now, then = profile.graph.beside_saves + profile.graph.beside_needs, profile.planned_beside
-        rise_bytes = max((fresh - known for fresh, known in zip(now, then, strict=False)), default=0)
-        return rise_bytes, max(then, default=0) - max(now, default=0)

@@ -13,11 +13,14 @@ from typing import NamedTuple
 from delta.budget import Budget
 from delta.config import Policy
 from delta.errors import PolicyError
+from delta.families import FamilyLearner
 from delta.learner import Learner
 from delta.parts import SHIPPED_PLANNERS
 from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.planner.assemble import plan_of
 from delta.planner.choices import obeyed_rules
+from delta.revising import AIM, Revising
+from delta.sizes import Sizes
 from delta.types import Action, Link
 
 
@@ -125,3 +128,24 @@ class Planning:
         profile = self.learner.planned_as(task.graph, ended[0].aim_bytes) if ended else None
         if profile is not None and plan is not None:
             self.learner.follow(profile, plan)
+
+
+def learner_for(policy: Policy, budget: Budget, planning: Planning, announced: bool) -> Learner:
+    """The learner that suits a policy, whose plans are `planning`'s; it is given to it. `announced` as the engine has
+    it."""
+    kind, min_bytes = policy.planner.kind, policy.filter.min_bytes
+    revising = Revising(
+        min_bytes,
+        planning.plan if kind != "none" else None,
+        aim=1.0 if announced else AIM,  # where nothing has to be guessed, nothing is left unused
+        selective=not policy.rules,  # they ask for the names of ops
+        heed_late=planning.heed_late if planning.heeds_late else None,
+        amend=planning.amend,
+    )
+    if kind == "mimose":
+        planning.learner = FamilyLearner(revising, limit=budget.limit_bytes, options=policy.planner)
+        return planning.learner
+    planning.learner = learner = Learner(revising)
+    if kind == "profile" and revising.selective and not announced:
+        learner.sizes = Sizes(min_bytes, planning.plan_once, budget.limit_bytes, revising.aim)
+    return learner

@@ -13,17 +13,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
 from delta.planner.family import SAMPLES, Family, kept_ops
-from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
+from delta.planner.steplog import StepGraph, StepLog, build_graph
 from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile
+from delta.revising import MakePlan
 from delta.routine import Routine, routine_of
-from delta.types import Action, Look
+from delta.types import Look
 from delta.units import Share
 
 OBSERVED = 3  # sizes of one structure that are recorded before others are foretold
@@ -38,7 +39,6 @@ VAGUE = 1.1  # ... and what it saves is known this well: the most over the least
 # ... and its size is none that comes so often, of all steps: that is worth a plan and a routine of its own.
 COMMON, COMMON_SHARE = 16, 1 / 10
 
-MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
 Limit = Callable[[int], int | None]
 
 

@@ -92,11 +92,11 @@ class Core(Entrance):
         self.timeline = timeline
         clock = device.clock()
         self.op_times = OpTimes(engine, clock)
-        plans = engine.learner.make_plan is not None  # else nobody asks when something came about
+        plans = engine.learner.revising.make_plan is not None  # else nobody asks when something came about
         self.moments = Moments(clock) if clock.late and plans else None
         if self.moments is not None:
-            engine.learner.device_times = self.moments.so_far
-        engine.learner.replay_ns = device.replay_ns
+            engine.learner.revising.device_times = self.moments.so_far
+        engine.learner.revising.replay_ns = device.replay_ns
         self.slots: dict[int, Slot] = {}
         self.storages = Storages(self)
         self.carrier = Carrier(self)

@@ -177,7 +177,7 @@ def test_the_engine_hears_of_late_copies_in_planned_steps_only():
     engine.learner.mode = Mode.PLANNED
     engine.transfers.late(0)
     assert engine.learner.late == {0}
-    assert Engine(load("delta"), Budget(activations=Bytes(100)), LINK).learner.heed_late is None
+    assert Engine(load("delta"), Budget(activations=Bytes(100)), LINK).learner.revising.heed_late is None
 
 
 def test_the_next_step_s_plan_heeds_what_was_late(monkeypatch, tmp_path):

@@ -243,9 +243,9 @@ def learned(device: str, policy: str) -> StepGraph:
     with delta.evict(activations="300KiB", policy=chosen, device=device) as run:
         assert run._core is not None
         learner = run._core.engine.learner
-        plans = learner.make_plan
+        plans = learner.revising.make_plan
         assert plans is not None
-        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)  # type: ignore[func-returns-value]
+        learner.revising.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)  # type: ignore[func-returns-value]
         model(torch.randn(128, 64, device=device)).square().mean().backward()
     return graphs[0]
 

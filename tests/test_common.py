@@ -19,6 +19,7 @@ from delta.learner import Learner
 from delta.planner import Plan
 from delta.planner.common import ALL, MANY, SMALL, keep_common
 from delta.planner.steplog import Node, StepGraph
+from delta.revising import Outcome, Revising
 from delta.runtime.core import Core
 from delta.runtime.made_again import MadeAgain
 from delta.runtime.note import Note
@@ -99,7 +100,8 @@ def observed(learner: Learner, mask_bytes: int) -> StepGraph:
     for i in reversed(range(MANY)):
         learner.needed(i, 100 - i)
         learner.released(i)
-    learner.end(200, SAVED, SAVED, lambda known: SAVED // 2, True, {})
+    outcome = Outcome(peak_bytes=SAVED, unevicted_peak_bytes=SAVED, limit_bytes=SAVED // 2, evicted=True, forced={})
+    learner.end(200, outcome)
     return learner.profiles[0].graph
 
 
@@ -111,8 +113,8 @@ def test_plans_have_so_much_less(selective: bool, taken: int) -> None:
         aims.append(limit_bytes)
         return plan_of([Action.RECOMPUTE] * len(graph.saved))
 
-    learner = Learner(0, make_plan, aim=1.0)
-    learner.selective = selective
+    learner = Learner(Revising(0, make_plan, aim=1.0))
+    learner.revising.selective = selective
     graph = observed(learner, MASK)
     assert (graph.common_bytes, aims) == (taken, [SAVED // 2 - taken])
 

@@ -11,6 +11,7 @@ from delta.learner import WATCHFUL
 from delta.planner import PLANNERS, StepGraph, Task
 from delta.planner.family import SAMPLES, round_up
 from delta.profile import CRAMPED
+from delta.revising import Outcome, Revising
 from delta.routine import Way
 from delta.types import Action, Encoding, Kind, Link, Look, Mode
 from delta.units import Share
@@ -26,8 +27,8 @@ class Run:
     def __init__(self, limit=1000, share=None, options=OPTIONS, selective=False):
         self.asked: list[tuple[StepGraph, int]] = []
         self.limit = (lambda peak: int(share * peak)) if share else (lambda peak: limit)
-        self.learner = FamilyLearner(0, self._plan, limit=self.limit, options=options)
-        self.learner.selective = selective
+        self.learner = FamilyLearner(Revising(0, self._plan), limit=self.limit, options=options)
+        self.learner.revising.selective = selective
 
     def _plan(self, graph, limit_bytes, forced):
         self.asked.append((graph, limit_bytes))
@@ -63,7 +64,11 @@ class Run:
         for i in (2, 1, 0):
             learner.needed(i, 100 - i)
             learner.released(i)
-        learner.end(200, peak, sum(sizes), self.limit, True, {})
+        whole = sum(sizes)
+        outcome = Outcome(
+            peak_bytes=peak, unevicted_peak_bytes=whole, limit_bytes=self.limit(whole), evicted=True, forced={}
+        )
+        learner.end(200, outcome)
         return modes
 
     def warm(self):
@@ -275,7 +280,11 @@ class Followed(Run):
         for i in reversed(range(len(modes))):
             learner.needed(i, 100 - i)
             learner.released(i)
-        learner.end(200, peak, sum(sizes), self.limit, True, {})
+        whole = sum(sizes)
+        outcome = Outcome(
+            peak_bytes=peak, unevicted_peak_bytes=whole, limit_bytes=self.limit(whole), evicted=True, forced={}
+        )
+        learner.end(200, outcome)
         return modes
 
     def _call(self, name, record, read, nbytes, cost_ns=1):

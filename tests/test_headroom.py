@@ -21,6 +21,7 @@ from delta.ledger import Ledger
 from delta.planner import StepLog, plan_step
 from delta.planner.steplog import build_graph
 from delta.profile import Profile
+from delta.revising import Outcome, Revising
 from delta.runtime.gauge import Gauge
 from delta.runtime.rawmem import heap_bytes
 from delta.types import Action, Kind, Link, Mode, SwapIn
@@ -164,7 +165,7 @@ def test_a_plan_is_made_again_when_what_is_beside_has_moved():
         planned.append(graph.beside_saves + graph.beside_needs)
         return plan_step(graph, limit_bytes, Link(1e9, 1e9), (Action.KEEP,), forced)
 
-    learner = Learner(0, make_plan, aim=1.0)
+    learner = Learner(Revising(0, make_plan, aim=1.0))
     for level in (500, 500, 500, 500, 505, 520, 515, 460):
         learner.recorded = True
         learner.packed(1, 0)
@@ -172,7 +173,10 @@ def test_a_plan_is_made_again_when_what_is_beside_has_moved():
         learner.needed(0, 2)
         learner.released(0)
         beside = Beside(Track([level], [10]), Track([level], [0]))
-        learner.end(3, 900, SIZE, lambda known: 1000, True, {}, beside=beside)
+        outcome = Outcome(
+            peak_bytes=900, unevicted_peak_bytes=SIZE, limit_bytes=1000, evicted=True, forced={}, beside=beside
+        )
+        learner.end(3, outcome)
     assert planned == [(510, 500)] * 3 + [(530, 520), (470, 460)]
 
 
@@ -242,7 +246,7 @@ def test_a_track_keeps_the_newest_levels_and_the_largest_working_sets():
 def a_headroom(resident_bytes: int = 0) -> tuple[HeadRoom, Ledger, Budget]:
     ledger, budget = Ledger(), Budget(device_bytes=1000, reserve_bytes=100)
     ledger.resident_bytes = resident_bytes
-    return HeadRoom(budget, ledger, Learner(0, None)), ledger, budget
+    return HeadRoom(budget, ledger, Learner(Revising(0, None))), ledger, budget
 
 
 def test_levels_and_working_sets_are_what_is_beside_counted_activations():

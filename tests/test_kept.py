@@ -29,6 +29,7 @@ from delta.ledger import Ledger, LedgerError
 from delta.planner import Plan, StepGraph, StepLog
 from delta.planner.steplog import build_graph
 from delta.profile import Profile
+from delta.revising import Revising
 from delta.routine import Routine, orders_of, read_by_replays, room_for_next
 from delta.runtime.core import Core
 from delta.runtime.inbox import Inbox
@@ -47,7 +48,7 @@ pytestmark = [
 # -- the count --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def keeping() -> Keeping:
-    return Keeping(Ledger(), Learner(0, None))
+    return Keeping(Ledger(), Learner(Revising(0, None)))
 
 
 def ledger_of(keeping: Keeping) -> Ledger:

@@ -5,16 +5,18 @@ from dataclasses import dataclass, field, replace
 import pytest
 from builders import an_op
 
-from delta.learner import AIM, Learner
+from delta.learner import Learner
 from delta.planner import Plan, StepGraph
 from delta.planner.steplog import Moves, StepTimes
 from delta.planner.turns import Turn
 from delta.profile import REFINEMENTS, TIGHTENINGS, refine
+from delta.revising import AIM, Outcome, Revising
 from delta.types import Action, Kind, Mode
 
 OBSERVE, IDLE, PLANNED = Mode.OBSERVE, Mode.IDLE, Mode.PLANNED
 LIMIT = 60
 UNEVICTED = 100  # over the limit: something has to go
+OVERFULL = Outcome(peak_bytes=LIMIT, unevicted_peak_bytes=UNEVICTED, limit_bytes=LIMIT, evicted=True, forced={})
 
 
 @dataclass
@@ -45,7 +47,7 @@ def planner():
 
 @pytest.fixture
 def learner(planner):
-    return Learner(0, planner)
+    return Learner(Revising(0, planner))
 
 
 def step(learner, signatures, *, peak=LIMIT, unevicted=UNEVICTED, limit=LIMIT, recorded=True, cost_ns=5, forced=()):
@@ -63,7 +65,10 @@ def step(learner, signatures, *, peak=LIMIT, unevicted=UNEVICTED, limit=LIMIT, r
     for i in reversed(range(len(signatures))):
         learner.needed(i, 2000 - 10 * i)
         learner.released(i)
-    learner.end(3000, peak, unevicted, lambda known: limit, not fits, dict(forced))
+    outcome = Outcome(
+        peak_bytes=peak, unevicted_peak_bytes=unevicted, limit_bytes=limit, evicted=not fits, forced=dict(forced)
+    )
+    learner.end(3000, outcome)
     return modes
 
 
@@ -123,13 +128,13 @@ def test_a_step_without_backward_teaches_nothing(learner):
         learner.packed(signature, i)
         learner.saved(i, 10, Kind.ACTIVATION, i)
         learner.released(i)
-    learner.end(10, LIMIT, UNEVICTED, lambda known: LIMIT, True, {})
+    learner.end(10, OVERFULL)
     assert learner.profiles == []
     assert not learner.in_step
 
 
 def test_without_a_planner_every_step_is_observed():
-    learner = Learner(0, None)
+    learner = Learner(Revising(0, None))
     for _ in range(3):
         assert step(learner, "abc") == [OBSERVE] * 3
 
@@ -243,7 +248,7 @@ def test_op_times_are_the_least_seen(learner, planner):
 
 
 def test_a_replay_takes_what_it_does_beside_the_op_s_own_time(learner, planner):
-    learner.replay_ns = 7
+    learner.revising.replay_ns = 7
     step(learner, "a", cost_ns=5)
     step(learner, "a", cost_ns=3)
     assert [[op.cost_ns for op in graph.ops] for graph, _, _ in planner.asked] == [[12], [10]]
@@ -263,7 +268,7 @@ def test_a_rehearsed_plan_is_made_again_only_for_other_ops(learner):
         asked.append(graph.ops)
         return replace(plan_of([Action.SWAP] * len(graph.saved)), moves={0: Moves()})
 
-    learner.make_plan = rehearse
+    learner.revising.make_plan = rehearse
     step(learner, "abc", cost_ns=5)
     step(learner, "abc", cost_ns=5)
     assert len(asked) == 1
@@ -334,8 +339,8 @@ def test_between_saves_and_needs_of_a_late_device_it_is_the_least_time_that_coun
 def test_ops_are_not_timed_in_the_last_step_whose_moments_count(learner, planner, late):
     """On a device that tells times later: there each op is between two events, which take time themselves."""
     if late:
-        learner.device_times = lambda log: StepTimes()
-    learner.replay_ns = 100
+        learner.revising.device_times = lambda log: StepTimes()
+    learner.revising.replay_ns = 100
     known = [calls_in_step(learner, "xabyc", unmade="xy") for _ in range(2)]
     assert known == [[None] * 5] * 2
     assert [op.cost_ns for op in planner.asked[-1][0].ops] == [107, 107, 107]
@@ -358,7 +363,7 @@ def calls_in_step(learner, calls, unmade) -> list[int | None]:
         learner.packed(record, record)
         learner.saved(record, 10, Kind.ACTIVATION, record)
     learner.needed(0, 9)
-    learner.end(10, LIMIT, UNEVICTED, lambda known: LIMIT, True, {})
+    learner.end(10, OVERFULL)
     return known
 
 
@@ -377,7 +382,7 @@ def test_a_step_that_never_ends_is_followed_only_so_far(learner, planner, monkey
     log = learner.log
     assert not (log.signatures or log.ops or log.saves or log.needs or log.releases or log.nbytes or log.loose_at)
     assert learner.mode is OBSERVE and learner.in_step
-    learner.end(100, LIMIT, UNEVICTED, lambda known: LIMIT, True, {})
+    learner.end(100, OVERFULL)
     assert not learner.profiles and not learner.in_step
     assert step(learner, "abc") == [OBSERVE] * 3
     assert step(learner, "abc") == [PLANNED] * 3

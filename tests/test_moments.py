@@ -181,8 +181,8 @@ def test_a_step_that_begins_as_another_kind_does_has_the_device_s_times(monkeypa
     with delta.evict(activations="70%", policy=chosen, device="cpu") as run:
         assert run._core is not None
         learner = run._core.engine.learner
-        plans = learner.make_plan
-        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        plans = learner.revising.make_plan
+        learner.revising.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
         for _ in range(4 + REFINEMENTS):
             x.sin().sin().sin().sin().sin().sin().sum().backward()
         assert learner.routine is not None and learner.routine.orders
@@ -238,8 +238,8 @@ def test_plans_are_made_by_the_device_s_times(monkeypatch, policy):
     graphs, began_ns = [], time.perf_counter_ns()
     with delta.evict(activations="50%", policy=delta.load_policy(policy, {"filter.min_bytes": 0}), device="cpu") as run:
         assert run._core is not None
-        plans = run._core.engine.learner.make_plan
-        run._core.engine.learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        plans = run._core.engine.learner.revising.make_plan
+        run._core.engine.learner.revising.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
         evicted = train(CASES["gpt"], 4)
     took_ns = time.perf_counter_ns() - began_ns
     assert plain.differences(evicted) == []
@@ -291,8 +291,8 @@ def test_replays_are_not_the_step_s_time(monkeypatch):
     ) as run:
         assert run._core is not None
         core, learner = run._core, run._core.engine.learner
-        plans = learner.make_plan
-        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        plans = learner.revising.make_plan
+        learner.revising.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
         loss = x.sin().sin().sin()
         card.now_ns += 5
         began_ns = core.begins()
@@ -322,8 +322,8 @@ def test_the_step_s_ops_are_its_time(monkeypatch):
     with Ticking(card), delta.evict(activations="90%", policy=chosen, device="cpu") as run:
         assert run._core is not None
         learner = run._core.engine.learner
-        plans = learner.make_plan
-        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        plans = learner.revising.make_plan
+        learner.revising.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
         x.sin().neg().sin().neg().exp().sum().backward()
     assert graphs[0].save_ns == (0, 14, 35)
     assert graphs[0].need_ns[0] > 35
@@ -333,7 +333,7 @@ def test_a_clock_of_a_device_that_is_done_at_once_has_no_moments():
     with delta.evict(activations="50%", device="cpu") as run:
         assert run._core is not None
         assert run._core.moments is None
-        assert run._core.engine.learner.device_times is None
+        assert run._core.engine.learner.revising.device_times is None
 
 
 @pytest.mark.parametrize(("policy", "told"), [("delta", True), ("mimose", True), ("dtr", False)])
@@ -342,7 +342,7 @@ def test_a_policy_that_does_not_plan_asks_for_no_moments(monkeypatch, policy, to
     with delta.evict(activations="50%", policy=policy, device="cpu") as run:
         assert run._core is not None
         assert (run._core.moments is not None) is told
-        assert (run._core.engine.learner.device_times is not None) is told
+        assert (run._core.engine.learner.revising.device_times is not None) is told
 
 
 class Held(Slow):
@@ -534,8 +534,8 @@ def test_pinning_memory_for_a_copy_is_not_the_step_s_time(monkeypatch):
     with delta.evict(activations="0%", policy=chosen, device="cpu") as run:
         assert run._core is not None
         learner = run._core.engine.learner
-        plans = learner.make_plan
-        learner.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
+        plans = learner.revising.make_plan
+        learner.revising.make_plan = lambda graph, *rest: graphs.append(graph) or plans(graph, *rest)
         x.sin().sin().sin().sum().backward()
     assert card.now_ns >= 2 * 10**12
     assert graphs[0].end_ns == 7 * len(outs)

@@ -29,6 +29,7 @@ from delta.ledger import Ledger
 from delta.planner import Plan
 from delta.planner.steplog import Node, StepGraph
 from delta.profile import CRAMPED
+from delta.revising import Revising
 from delta.routine import noted_ops
 from delta.runtime import batch_norm
 from delta.runtime.core import Core
@@ -134,7 +135,7 @@ def numbers(keeping: Keeping) -> tuple[int, int, int]:
 
 
 def test_what_has_gone_counts_while_it_is_there() -> None:
-    keeping = Keeping(Ledger(), Learner(0, None))
+    keeping = Keeping(Ledger(), Learner(Revising(0, None)))
     kept = Kept(key=7, record=3, nbytes=40, order=1, saved_ns=5, noted=True)
     keeping.first(kept, 0, 0)
     keeping.again(kept, 0)
@@ -152,7 +153,7 @@ def test_what_has_gone_counts_while_it_is_there() -> None:
 
 
 def test_what_a_note_reads_counts_until_it_is_read_no_more() -> None:
-    keeping = Keeping(Ledger(), Learner(0, None))
+    keeping = Keeping(Ledger(), Learner(Revising(0, None)))
     read, other = (Kept(key, key, 40, order, 5) for order, key in enumerate((7, 8)))
     for kept in (read, other):
         keeping.first(kept, 0, 0)
@@ -166,7 +167,7 @@ def test_what_a_note_reads_counts_until_it_is_read_no_more() -> None:
 
 
 def test_what_gets_its_record_is_counted_there_alone() -> None:
-    keeping = Keeping(Ledger(), Learner(0, None))
+    keeping = Keeping(Ledger(), Learner(Revising(0, None)))
     read = Kept(7, 7, 40, 0, 5)
     there, gone = (Kept(key, key, 40, order, 5, noted=True) for order, key in ((1, 8), (2, 9)))
     for kept in (read, there, gone):
@@ -479,7 +480,7 @@ def planned(
         core = run._core
         assert core is not None
         core.planning.close()  # nobody looks for a better plan
-        made = core.engine.learner.make_plan
+        made = core.engine.learner.revising.make_plan
         assert made is not None
 
         def make_plan(graph: StepGraph, *args: Any) -> Plan:
@@ -488,7 +489,7 @@ def planned(
             actions = (KEEP if keeps else action(op) for keeps, op in zip(kept, makers, strict=True))
             return replace(made(graph, *args), actions=tuple(actions), prefetch={}, evictions={})
 
-        core.engine.learner.make_plan = make_plan
+        core.engine.learner.revising.make_plan = make_plan
         for _ in range(10):
             loss().backward()
         assert core.engine.routine is not None and core.engine.routine.noted

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 import delta
 from delta.budget import Budget
 from delta.config import Policy
-from delta.learner import NO_STRAYS, Learner
+from delta.learner import Learner
 from delta.planner.assemble import plan_of as whole_plan_of
 from delta.planner.steplog import Plan, StepGraph, build_graph
 from delta.planning import Planning
 from delta.profile import MOST_TRUST, REFINEMENTS, TIGHTENINGS
+from delta.revising import Outcome, Revising
 from delta.routine import Routine, Way, routine_of, ways_of
 from delta.types import Action, Kind, Link
 
@@ -146,7 +147,7 @@ def follow(
     learner: Learner,
     kind: str,
     *,
-    strays: Mapping[int, Action] = NO_STRAYS,
+    strays: Mapping[int, Action] | None = None,
     peak: int = LIMIT,
     shape: str = "",
     ending: str = "",
@@ -175,14 +176,17 @@ def follow(
     for i in reversed(range(storages)):
         learner.needed(i, 2000 - 10 * i)
         learner.released(i)
-    learner.end(3000, peak, 100, lambda known: LIMIT, True, {}, strays)
+    outcome = Outcome(
+        peak_bytes=peak, unevicted_peak_bytes=100, limit_bytes=LIMIT, evicted=True, forced={}, strays=strays or {}
+    )
+    learner.end(3000, outcome)
     assert followed or recorded == 3 or not learner.recorded
     return followed
 
 
 @pytest.fixture
 def learner() -> Learner:
-    return Learner(0, Planner(Action.SWAP))
+    return Learner(Revising(0, Planner(Action.SWAP)))
 
 
 def test_a_step_has_a_routine_once_one_has_gone_as_planned(learner):
@@ -251,7 +255,7 @@ def amend(plan: Plan, graph: StepGraph, gone: Mapping[int, Action]) -> Plan:
 
 
 def test_what_goes_beside_the_plan_in_two_steps_running_becomes_part_of_it(learner):
-    learner.amend = amend
+    learner.revising.amend = amend
     for _ in range(SHORT):
         follow(learner, "a")
     profile = learner.profiles[0]
@@ -271,7 +275,7 @@ def test_what_goes_beside_the_plan_in_two_steps_running_becomes_part_of_it(learn
 
 def test_of_what_goes_beside_the_plan_it_matters_which_and_not_how(learner):
     """Two ways may cost about the same, now one less and now the other."""
-    learner.amend = amend
+    learner.revising.amend = amend
     for _ in range(SHORT):
         follow(learner, "a")
     for action in (RECOMPUTE, SWAP):
@@ -281,7 +285,7 @@ def test_of_what_goes_beside_the_plan_it_matters_which_and_not_how(learner):
 
 
 def test_what_went_beside_another_plan_is_forgotten(learner):
-    learner.amend = amend
+    learner.revising.amend = amend
     for _ in range(SHORT):
         follow(learner, "a")
     follow(learner, "a", strays={1: RECOMPUTE})
@@ -295,7 +299,7 @@ def test_what_went_beside_another_plan_is_forgotten(learner):
 
 def test_there_is_no_routine_where_the_plan_cannot_take_what_goes_beside_it(learner):
     """Those have to go by a decision in the step, which wants all its recipes."""
-    learner.amend = lambda plan, graph, gone: None
+    learner.revising.amend = lambda plan, graph, gone: None
     for _ in range(SHORT):
         follow(learner, "a")
     assert [follow(learner, "a", strays={1: RECOMPUTE}) for _ in range(4)] == [True, True, False, False]
@@ -303,7 +307,7 @@ def test_there_is_no_routine_where_the_plan_cannot_take_what_goes_beside_it(lear
 
 def test_what_goes_again_although_the_plan_has_it_go_does_not_keep_a_routine_away(learner):
     """It comes back in backward, and has to go once more."""
-    learner.amend = amend
+    learner.revising.amend = amend
     for _ in range(SHORT):
         follow(learner, "a")
     again = {0: SWAP}
@@ -311,7 +315,7 @@ def test_what_goes_again_although_the_plan_has_it_go_does_not_keep_a_routine_awa
 
 
 def test_what_is_left_over_of_another_step_is_in_no_plan(learner):
-    learner.amend = amend
+    learner.revising.amend = amend
     for _ in range(SHORT):
         follow(learner, "a")
     assert [follow(learner, "a", strays={-1: SWAP}) for _ in range(4)] == [True, True, False, False]
@@ -349,7 +353,7 @@ def test_a_routine_knows_how_long_its_calls_take():
 
 
 def test_without_selection_there_are_no_routines(learner):
-    learner.selective = False
+    learner.revising.selective = False
     assert not any(follow(learner, "a") for _ in range(SHORT + 3))
 
 

@@ -22,6 +22,7 @@ from delta.planner import PLANNERS, Plan, StepGraph, Task
 from delta.planner.steplog import build_graph
 from delta.planning import Planning
 from delta.report import Report
+from delta.revising import Revising
 from delta.types import Action, Encoding, Kind, Link
 from delta.units import Bytes
 
@@ -51,7 +52,7 @@ def chain() -> StepGraph:
 def planned(kind: str, actions: list[Action], forced: dict[int, Action], limit_bytes: int = 250) -> Plan:
     policy = a_policy(director={"actions": actions}, planner={"kind": kind})
     planning = Planning(policy, Budget(activations=Bytes(limit_bytes)), Link(1e9, 1e9), announced=False)
-    planning.learner = Learner(0, planning.plan)
+    planning.learner = Learner(Revising(0, planning.plan))
     return planning.plan(chain(), limit_bytes, forced)
 
 

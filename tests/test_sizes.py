@@ -17,11 +17,12 @@ import delta
 from delta.config import PlannerConfig
 from delta.engine import Engine
 from delta.headroom import Beside
-from delta.learner import NO_STRAYS, NOTHING, WATCHFUL, Learner
+from delta.learner import WATCHFUL, Learner
 from delta.planner import PLANNERS, Plan, StepGraph, StepLog, Task
 from delta.planner.family import SAMPLES
 from delta.planner.steplog import build_graph
 from delta.profile import CRAMPED, REFINEMENTS
+from delta.revising import Outcome, Revising
 from delta.routine import Way
 from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
 from delta.runtime.recorder import Recorder
@@ -41,7 +42,7 @@ class Run:
     def __init__(self, limit: int = 1000, share: float | None = None, least: int = 0) -> None:
         self.asked: list[tuple[StepGraph, int]] = []
         self.limit: Callable[[int], int] = (lambda peak: int(share * peak)) if share else (lambda peak: limit)
-        self.learner = Learner(least, self._plan, aim=1.0)
+        self.learner = Learner(Revising(least, self._plan, aim=1.0))
         self.sizes = self.learner.sizes = Sizes(least, self._plan, self.limit, 1.0)
         self.least = least
 
@@ -60,7 +61,7 @@ class Run:
         peak: int = 0,
         looks: str = "abc",
         recording: bool = True,
-        beside: Beside = NOTHING,
+        beside: Beside | None = None,
         mask: int = 0,
     ) -> list[Mode]:
         """The mode after each save. `more` bytes in g, other ops by other names, calls `before` the first save; what
@@ -91,7 +92,16 @@ class Run:
                 learner.needed(i, 100 - i)
             learner.released(i)
         evicted = peak > 0 and bool(learner.log.needs)  # nothing goes where all is too small
-        learner.end(200, peak, sum(sizes), self.limit, evicted, {}, NO_STRAYS, beside)
+        whole = sum(sizes)
+        outcome = Outcome(
+            peak_bytes=peak,
+            unevicted_peak_bytes=whole,
+            limit_bytes=self.limit(whole),
+            evicted=evicted,
+            forced={},
+            beside=beside,
+        )
+        learner.end(200, outcome)
         return modes
 
     def _call(self, call: str, record: int, read: list[int], nbytes: int, cost_ns: int = 1) -> None:
@@ -522,7 +532,7 @@ def test_an_odd_step_now_and_then_costs_a_few_others_their_routine() -> None:
     from test_learner import Planner
     from test_routine import SHORT, follow
 
-    learner = Learner(0, Planner(Action.SWAP))
+    learner = Learner(Revising(0, Planner(Action.SWAP)))
     for _ in range(SHORT):
         follow(learner, "a")
     assert follow(learner, "a") and not follow(learner, "a", shape="odd")

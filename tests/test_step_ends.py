@@ -182,11 +182,13 @@ def test_a_step_is_planned_for_the_room_that_is_left():
     assert toy.engine.ledger.left_over == 2
     standing = toy.engine.ledger.resident_bytes
     asked = []
-    make_plan = toy.engine.learner.make_plan
-    toy.engine.learner.make_plan = lambda graph, limit, forced: asked.append(limit) or make_plan(graph, limit, forced)
+    make_plan = toy.engine.learner.revising.make_plan
+    toy.engine.learner.revising.make_plan = lambda graph, limit, forced: (
+        asked.append(limit) or make_plan(graph, limit, forced)
+    )
     before = toy.engine.learner.standing_bytes
     toy.forward_again(4000)
-    assert standing and asked == [int((250 - before) * toy.engine.learner.aim)]
+    assert standing and asked == [int((250 - before) * toy.engine.learner.revising.aim)]
 
 
 # -- real programs ----------------------------------------------------------------------------------------------------
