@@ -102,6 +102,7 @@ class Engine:
         self.expected = Expected(
             ledger, learner, keeping, room, recall, self.step_ends, self._headroom, least_bytes, self._net_ns
         )
+        self.replanned = False  # after the step that ended last: the next one like it goes otherwise
         self._largest_bytes = 0
         self._lost_ns = 0
         self._position = 0  # needs of this step that plans have been followed for
@@ -591,7 +592,8 @@ class Engine:
         if self._headroom is not None:
             self.budget.step_used(self._headroom.peak_bytes)
             self._headroom.new_step()
-        if self.planning.made > plans_before:
+        self.replanned = self.planning.made > plans_before
+        if self.replanned:
             self.totals.planned(True, self._clock() - began_ns)
         self._largest_bytes = 0
         self._position = 0

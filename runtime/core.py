@@ -249,6 +249,8 @@ class Core(Entrance):
         begins = not engine.learner.in_step
         if begins:
             self.planning.step_begins()
+            if engine.replanned:  # now that the program has let go of gradients, most of the time
+                self.device.trim_reserved()
         now_ns = time.perf_counter_ns()
         if begins:
             self._step_began_ns = now_ns

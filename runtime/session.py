@@ -254,6 +254,9 @@ class evict(ContextDecorator):
         undo.pop_all()  # from here on the core closes them, when the last handle has died
         self._core = core
         stack.callback(core.close)
+        if not budget.unlimited:
+            device.expand(True)
+            stack.callback(device.expand, False)
         if budget.device_bytes is not None:
             device.cap(budget.device_bytes)
             stack.callback(device.cap, None)

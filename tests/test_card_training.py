@@ -77,6 +77,15 @@ def test_a_training_on_a_card_gives_the_same_bits(card, case, policy, share):
     assert all(op.cost_ns >= run._core.device.replay_ns > 0 for op in replayed)
 
 
+@pytest.mark.parametrize(
+    ("limit", "expands"), [({}, False), ({"activations": "40%"}, True), ({"budget": "1GiB"}, True)], ids=str
+)
+def test_segments_are_expandable_while_there_is_a_limit(card, limit, expands):
+    with delta.evict(**limit, device="cuda"):
+        assert card.expands == expands
+    assert not card.expands
+
+
 def test_pinned_memory_that_only_early_steps_needed_is_given_back(card):
     """As when a first plan swaps many times as much as those that follow."""
     pinned: list[int] = []
@@ -92,6 +101,19 @@ def test_pinned_memory_that_only_early_steps_needed_is_given_back(card):
         train(CASES["gpt"], 8)
     assert pinned == [3, 1]
     assert run.report().swapped_out_bytes
+
+
+@pytest.mark.parametrize("share", ["40%", "100%"])
+def test_memory_that_only_early_steps_needed_is_given_back(card, share):
+    """Once the steps go as planned, and where nothing is evicted, it is not: to map it again takes time."""
+    card.use = (100, 100, 400, 106)
+    given_back: list[int] = []
+    with delta.evict(activations=share, policy=delta.load_policy("swap", {"filter.min_bytes": 0}), device="cuda"):
+        for _ in range(10):
+            given_back.append(-card.emptied)
+            train(CASES["gpt"], 1)
+            given_back[-1] += card.emptied
+    assert given_back == ([0, 1, 1, 1, *[0] * 6] if share != "100%" else [0] * 10)
 
 
 class LateEvent(SimulatedEvent):

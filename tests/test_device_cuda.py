@@ -351,11 +351,15 @@ def test_a_cap_limits_the_allocator_and_ends_with_the_device(card: SimulatedCard
     assert card.limited_to == 1.0
 
 
-def test_segments_are_expandable_for_as_long_as_there_is_a_budget(card: SimulatedCard) -> None:
+@pytest.mark.parametrize("own_allocator", [True, False])
+def test_segments_are_expandable_for_as_long_as_it_is_asked_for(card: SimulatedCard, own_allocator: bool) -> None:
+    """Those of the kind that was are given back, which is nobody's affair where another allocator has them."""
+    card.own_allocator = own_allocator
     device = CudaDevice(card, HostConfig())
-    assert not card.expands
-    device.cap(2**28)
-    assert (card.expands, card.emptied) == (True, 1)
+    for on in (True, False, True):
+        device.expand(on)
+        assert card.expands == on
+    assert card.emptied == (2 if own_allocator else 0)
     device.close()
     assert not card.expands
 
@@ -375,6 +379,17 @@ def test_where_nothing_is_refused_what_is_merely_reserved_goes_back(card: Simula
         assert device.in_use() == (100 * MIB, 100 * MIB)
         emptied.append(card.emptied)
     assert emptied == [0, 0, 0, 1]
+    device.close()
+
+
+def test_reserved_memory_goes_back_where_it_is_more_than_a_twentieth_above_the_peak(card: SimulatedCard) -> None:
+    device = CudaDevice(card, HostConfig())
+    emptied = []
+    for reserved_bytes in (105, 106):
+        card.use = (50, 100, 400, reserved_bytes)
+        device.trim_reserved()
+        emptied.append(card.emptied)
+    assert emptied == [0, 1]
     device.close()
 
 
@@ -556,7 +571,7 @@ def test_the_allocator_of_a_real_card_expands_segments_where_the_program_has_not
     before = allocator_settings()
     try:
         device = make_device("cuda", HostConfig())
-        device.cap(2**30)
+        device.expand(True)
         during = allocator_settings()
         assert during["expandable_segments"] is (settings != "expandable_segments:False")
         assert during["garbage_collection_threshold"] == before["garbage_collection_threshold"]
@@ -577,10 +592,10 @@ def test_the_allocator_of_a_real_card_expands_segments_where_the_program_has_not
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("expands", [None, True, False])
-def test_settings_that_the_program_makes_under_a_budget_stay(expands: bool | None) -> None:
+def test_settings_that_the_program_makes_under_a_limit_stay(expands: bool | None) -> None:
     """Expanding is no setting of its own unless it names it."""
     device = make_device("cuda", HostConfig())
-    device.cap(2**30)
+    device.expand(True)
     named = "" if expands is None else f",expandable_segments:{expands}"
     torch._C._accelerator_setAllocatorSettings("max_split_size_mb:100" + named)
     device.close()

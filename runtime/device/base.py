@@ -238,6 +238,16 @@ class Device(Protocol):
         """Give back pinned memory that nothing was put into since the last time this was called (cuda)."""
         ...
 
+    def trim_reserved(self) -> None:
+        """Give back what the allocator has from the card and nobody uses, where that is more than it need be (cuda)."""
+        ...
+
+    def expand(self, on: bool) -> None:
+        """Whether the allocator's segments may grow and shrink, where the program has not decided that: for as long as
+        there is a limit of any kind. Else what was evicted leaves segments that nothing larger fits. cuda only.
+        """
+        ...
+
     def cap(self, budget_bytes: int | None) -> None:
         """Tell the device which budget holds (None: none). cuda: see `enforce`; cpu: released pages return at once."""
         ...

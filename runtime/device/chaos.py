@@ -168,6 +168,12 @@ class ChaosDevice:
     def trim_host(self) -> None:
         """Nothing is pinned."""
 
+    def trim_reserved(self) -> None:
+        """Nothing is reserved."""
+
+    def expand(self, on: bool) -> None:
+        """Nothing is allocated in segments here."""
+
     def cap(self, budget_bytes: int | None) -> None:
         """Nothing to cap: resident bytes are the session's own affair here."""
 

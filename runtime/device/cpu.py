@@ -169,6 +169,12 @@ class CpuDevice:
     def trim_host(self) -> None:
         """Nothing is pinned: what leaves the device goes to the disk."""
 
+    def trim_reserved(self) -> None:
+        """What the heap merely keeps saves page faults, and is looked after under a budget."""
+
+    def expand(self, on: bool) -> None:
+        """The system's allocator has its own ways."""
+
     def cap(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
         if budget_bytes is not None:

@@ -40,8 +40,8 @@ _INTERFERENCE = 0.02  # copy engines do the work: an H100 lost 0 to 3 %
 # an op to be replayed takes 0.2 ms of it, in forward and backward, and a copy out and back 0.7; the host of that card
 # took twice as long for all that could be compared. About half of that, since not all of it counts.
 _COPY_NS, _REPLAY_NS = 100_000, 200_000
-# Of a budget, what the allocator may reserve from the card for it: it does so in segments, and what is free in one that
-# is in use may be too small for the next request.
+# Of a budget, or of what is in use at most, what the allocator may reserve from the card: it does so in segments, and
+# what is free in one that is in use may be too small for the next request.
 RESERVED_RATIO = 1.05
 _SEGMENT_BYTES = 20 * 2**20  # what the allocator reserves at least for a large request
 _WORTH_IT = 0.02  # of what may be reserved: with so much more unused, giving back is tried again
@@ -250,6 +250,16 @@ class CudaDevice:
         self._reap()
         self._pool.trim_idle()
 
+    def trim_reserved(self) -> None:
+        use = self._card.memory_use()
+        if use.reserved_bytes > RESERVED_RATIO * use.peak_bytes:
+            self._card.empty_cache()
+
+    def expand(self, on: bool) -> None:
+        self._card.expand_segments(on)
+        if on and self._card.counts():
+            self._card.empty_cache()  # segments of the kind that was
+
     def cap(self, budget_bytes: int | None) -> None:
         if budget_bytes is not None and not self._card.counts():
             raise BudgetError(
@@ -259,9 +269,6 @@ class CudaDevice:
         if budget_bytes is not None and self._most_reserved_bytes is None:
             self._program_s_fraction = self._card.fraction()
         self._most_reserved_bytes = None if budget_bytes is None else int(budget_bytes * RESERVED_RATIO)
-        self._card.expand_segments(budget_bytes is not None)
-        if budget_bytes is not None:
-            self._card.empty_cache()  # segments of the kind that was
         self.enforce(False)
 
     def enforce(self, on: bool) -> None:
@@ -302,6 +309,7 @@ class CudaDevice:
         self.stop()
         self._closed = True
         self.cap(None)
+        self.expand(False)
         if self._spilling is not None:
             self._spilling.close()
         self._pool.close()
