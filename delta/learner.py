@@ -50,6 +50,7 @@ class Learner:
     sizes: Sizes | None = None  # for planners that can plan for a step that was never seen
     foretold: Foretold | None = None  # what is known of the step under way by its size alone
     asks_all: bool = False  # small storages are asked for like others, or may be: it is not known yet how the step goes
+    _spare_bytes: int | None = None  # see `Foretold`; less by what storages have been larger, more by what smaller
     _following: Profile | None = None
     _whole: int = 0  # steps to come that are recorded whole, whatever is known of them
     _left_midway: bool = False  # the routine of this step was left after some calls
@@ -178,6 +179,7 @@ class Learner:
         if self.current is None or self.current.routine is None:
             self.foretold = self.sizes.foretell(self._look, self.standing_bytes)
             if self.foretold is not None:
+                self._spare_bytes = self.foretold.spare_bytes
                 self.current, self.mode, self.asks_all = self.foretold.profile, Mode.PLANNED, True
         self._follow()
 
@@ -199,7 +201,9 @@ class Learner:
         if profile.signatures[at] != signature:
             return -1
         order = routine.orders[at]
-        return order if order < 0 or not routine.most_bytes or nbytes <= routine.most_bytes[order] else -1
+        return (
+            order if order < 0 or not routine.most_bytes or self._may_take(nbytes - routine.most_bytes[order]) else -1
+        )
 
     def came(self, signature: int, order: int) -> None:
         """That tensor was packed."""
@@ -358,9 +362,17 @@ class Learner:
         """A step that was foretold goes otherwise where a storage is larger than it can be."""
         routine = self.current.routine if self.current is not None else None
         most_bytes = routine.most_bytes if routine is not None else ()
-        if most_bytes and (order >= len(most_bytes) or nbytes > most_bytes[order]):
+        if not most_bytes:
+            return
+        if order >= len(most_bytes) or not self._may_take(nbytes - most_bytes[order]):
             self.leave_routine()
             self.current, self.mode = None, Mode.OBSERVE
+        elif self._spare_bytes is not None:
+            self._spare_bytes -= nbytes - most_bytes[order]
+
+    def _may_take(self, more_bytes: int) -> bool:
+        """Whether a storage may be larger by so much than foretold."""
+        return more_bytes <= (self._spare_bytes or 0)
 
     def encodable(self, record: int, encoding: Encoding) -> None:
         """A record just saved can be kept in a smaller form."""
@@ -532,7 +544,7 @@ class Learner:
         self.began_ns = None
         self.given_up = False
         self._left_midway = False
-        self.foretold = None
+        self.foretold = self._spare_bytes = None
         self.asks_all = self.foretells
         self.alone.clear()
         self.late.clear()

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
-from delta.planner.family import SAMPLES, Family, kept_ops
+from delta.planner.family import SAMPLES, kept_ops
+from delta.planner.loose import LooseFamily
 from delta.planner.steplog import StepGraph, StepLog, build_graph
 from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile
 from delta.revising import MakePlan
@@ -36,8 +37,12 @@ ROUNDED = 1.2  # ... and lets go of nothing that may be too small to be evicted 
 OFTEN, MOST_OTHERWISE = 2, 1 / 8
 LARGER = 1.05  # a step is foretold if its input is not larger than any before by more than this
 VAGUE = 1.1  # ... and what it saves is known this well: the most over the least
+LOOSE = 2.0  # ... or this well, where data decide what it is
 # ... and its size is none that comes so often, of all steps: that is worth a plan and a routine of its own.
 COMMON, COMMON_SHARE = 16, 1 / 10
+# Of the limit, plans leave this for storages that are larger than foretold, where data decide what they take, and by so
+# much they may be larger, all together, at any moment: what one expert has more of, another one has less.
+SPARE, EXCESS = 0.05, 0.15
 
 Limit = Callable[[int], int | None]
 
@@ -48,9 +53,9 @@ class Program:
 
     structure: tuple[int, ...]
     aim: float  # plans aim at this share of the limit; less after a step whose peak was over it
-    logs: dict[Dims, StepLog] = field(default_factory=dict)  # until there are enough of them
+    logs: list[tuple[Dims, StepLog]] = field(default_factory=list)  # until there are enough of them
     wanted: int = OBSERVED  # so many are enough
-    family: Family | None = None
+    family: LooseFamily | None = None
     most: Dims = ()  # of each dim
     most_numel: int = 0
     course: StepLog = field(default_factory=StepLog)  # how such a step goes, at any size
@@ -62,7 +67,11 @@ class Program:
     @property
     def sizes(self) -> Collection[Dims]:
         """Those at which it is known how such a step goes."""
-        return self.family.sizes if self.family is not None else self.logs
+        return self.family.sizes if self.family is not None else [dims for dims, _ in self.logs]
+
+    def is_new(self, dims: Dims, log: StepLog) -> bool:
+        """Whether a step that was recorded is unlike all that are known, in its size or its bytes."""
+        return all(size != dims or _saved_bytes(known) != _saved_bytes(log) for size, known in self.logs)
 
     def saw(self, dims: Dims) -> None:
         """A step of that size was recorded."""
@@ -87,11 +96,13 @@ class Program:
 
 class Foretold(NamedTuple):
     """A step that has begun, as it is going to be: a profile for its size rounded up, and at least how high its own
-    peak would be if nothing were evicted."""
+    peak would be if nothing were evicted. `spare_bytes`: by so much storages may be larger than foretold, all together;
+    None: none may be."""
 
     program: Program
     profile: Profile
     peak_bytes: int
+    spare_bytes: int | None
 
 
 class Sizes:
@@ -114,18 +125,18 @@ class Sizes:
         program = self._program(structure) or Program(structure, self._aim)
         program.saw(dims)
         if program.family is None:
-            if len(program.logs) < SAMPLES:
-                program.logs.setdefault(dims, log)
+            if len(program.logs) < SAMPLES and program.is_new(dims, log):
+                program.logs.append((dims, log))
             if len(program.logs) >= program.wanted:  # never, after that has been of no use for a few times
                 self._found(program, replay_ns)
-        elif dims not in program.family.sizes:
+        elif program.family.loose or dims not in program.family.sizes:
             graph = self._graph(log, replay_ns)
             if program.family.takes(structure, dims, graph):
                 program.family.learn(dims, graph, {})
                 program.course = course_of(log, graph)
                 program.plans.clear()
             else:
-                program = Program(structure, self._aim, {dims: log}, program.wanted)
+                program = Program(structure, self._aim, [(dims, log)], program.wanted)
                 program.saw(dims)
         self._use(program)
 
@@ -140,15 +151,15 @@ class Sizes:
     def _found(self, program: Program, replay_ns: int) -> None:
         """There are enough steps, if they differ in their sizes only; those that differ otherwise from the last one are
         forgotten."""
-        (dims, last), *others = reversed(program.logs.items())
+        *others, (dims, last) = program.logs
+        program.logs = [(dims, last)]
         graph = self._graph(last, replay_ns)
-        family = Family(program.structure, dims, graph, {}, int(ROUNDED * self._min_bytes))
-        for size, log in others:
+        family = LooseFamily(program.structure, dims, graph, {}, int(ROUNDED * self._min_bytes))
+        for size, log in reversed(others):
             other = self._graph(log, replay_ns)
             if family.takes(program.structure, size, other):
                 family.learn(size, other, {})
-            else:
-                del program.logs[size]
+                program.logs.insert(0, (size, log))
         if family.guesses:
             program.wanted = max(program.wanted, 2 * OBSERVED)
         if len(program.logs) >= program.wanted:
@@ -166,22 +177,28 @@ class Sizes:
         program = min(alike, key=lambda known: known.away(look.sizes), default=None)
         if program is None or program.family is None:
             return None
-        if program.is_common(look.sizes) or not program.reaches(look.sizes):
+        common = program.is_common(look.sizes)
+        if (common and not program.family.loose) or not program.reaches(look.sizes):
             return None
         if not program.family.varies_so(look.sizes):
             return None
         expected = program.family.expects(look.sizes)
-        if sum(saved.most for saved in expected.saved) > VAGUE * sum(saved.least for saved in expected.saved):
+        vague = LOOSE if program.family.loose else VAGUE
+        if sum(saved.most for saved in expected.saved) > vague * sum(saved.least for saved in expected.saved):
             self._went(program, as_told=False)
             return None
         peak_bytes = expected.peak_bytes
         limit_bytes = self._limit(peak_bytes)
         if limit_bytes is None:
             return None
-        profile = self._profile(program, program.family, look.sizes, max(0, limit_bytes - standing_bytes))
-        return Foretold(program, profile, peak_bytes) if profile is not None else None
+        loose = program.family.loose
+        room_bytes = max(0, limit_bytes - standing_bytes - (int(SPARE * limit_bytes) if loose else 0))
+        profile = self._profile(program, program.family, look.sizes, room_bytes)
+        if profile is None or (loose and not _holds(profile, room_bytes)):
+            return None
+        return Foretold(program, profile, peak_bytes, int(EXCESS * limit_bytes) if loose else None)
 
-    def _profile(self, program: Program, family: Family, dims: Dims, limit_bytes: int) -> Profile | None:
+    def _profile(self, program: Program, family: LooseFamily, dims: Dims, limit_bytes: int) -> Profile | None:
         """... for the size rounded up, as it was made before if it fits."""
         size = family.rounded(dims, ROUNDING)
         known = program.plans.get(size)
@@ -202,7 +219,7 @@ class Sizes:
     # -- the end of a step --------------------------------------------------------------------------------------------
     def ended(self, foretold: Foretold, as_told: bool, peak_bytes: int, limit_bytes: int | None) -> None:
         """A step that was foretold has ended. `as_told`: its calls and saves were those foretold."""
-        program, profile, _ = foretold
+        program, profile = foretold.program, foretold.profile
         self._went(program, as_told)
         if limit_bytes is not None and peak_bytes > limit_bytes and program.aim > TIGHTEST:
             program.aim = max(TIGHTEST, program.aim * limit_bytes / peak_bytes)
@@ -218,16 +235,25 @@ class Sizes:
         self._use(program)
 
 
+def _saved_bytes(log: StepLog) -> list[int]:
+    return [log.nbytes[record] for record in log.saves]
+
+
 def _logs(dims: Dims) -> list[float]:
     return [math.log(size) for size in dims]
+
+
+def _holds(profile: Profile, limit_bytes: int) -> bool:
+    assert profile.plan is not None
+    return profile.plan.peak_bytes + profile.graph.common_bytes <= limit_bytes
 
 
 def _serves(known: Profile, limit_bytes: int) -> bool:
     """Whether a plan that was made under about this limit is within it, or no plan can be, and no better one is to be
     expected."""
     assert known.plan is not None
-    then_bytes, peak_bytes = known.planned_for_bytes, known.plan.peak_bytes + known.graph.common_bytes
-    within = peak_bytes <= limit_bytes or (peak_bytes > then_bytes and then_bytes <= ROOMIER * limit_bytes)
+    then_bytes = known.planned_for_bytes
+    within = _holds(known, limit_bytes) or (not _holds(known, then_bytes) and then_bytes <= ROOMIER * limit_bytes)
     return within and (known.plan.idle or limit_bytes <= ROOMIER * then_bytes)
 
 

@@ -3,122 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from sys import intern
 from typing import Any
 
 import pytest
 import torch
-from builders import an_op
+from sized import WARM, Run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import delta
-from delta.config import PlannerConfig
 from delta.engine import Engine
 from delta.headroom import Beside
 from delta.learner import WATCHFUL, Learner
-from delta.planner import PLANNERS, Plan, StepGraph, StepLog, Task
+from delta.planner import StepGraph, StepLog
 from delta.planner.family import SAMPLES
 from delta.planner.steplog import build_graph
 from delta.profile import CRAMPED, REFINEMENTS
-from delta.revising import Outcome, Revising
+from delta.revising import Revising
 from delta.routine import Way
 from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
 from delta.runtime.recorder import Recorder
 from delta.sizes import COMMON, MOST_OTHERWISE, OBSERVED, OFTEN, PROGRAMS, Foretold, Sizes, with_small_needs
-from delta.types import Action, Kind, Link, Look, Mode
+from delta.types import Action, Kind, Look, Mode
 
 OBSERVE, PLANNED = Mode.OBSERVE, Mode.PLANNED
-ACTIONS = (Action.KEEP, Action.RECOMPUTE)
-WARM = [(4, 10), (4, 100), (2, 12)]
-MASK = 800
 
 
 # -- without tensors --------------------------------------------------------------------------------------------------
-class Run:
-    """Steps (b, t) under a limit in bytes, or a share: f makes 10·b·t bytes, g 4·b·t², h 6·b·t."""
-
-    def __init__(self, limit: int = 1000, share: float | None = None, least: int = 0) -> None:
-        self.asked: list[tuple[StepGraph, int]] = []
-        self.limit: Callable[[int], int] = (lambda peak: int(share * peak)) if share else (lambda peak: limit)
-        self.learner = Learner(Revising(least, self._plan, aim=1.0))
-        self.sizes = self.learner.sizes = Sizes(least, self._plan, self.limit, 1.0)
-        self.least = least
-
-    def _plan(self, graph: StepGraph, limit_bytes: int, forced: Any) -> Plan:
-        self.asked.append((graph, limit_bytes))
-        return PLANNERS["profile"](Task(graph, limit_bytes, Link(1e9, 1e9), ACTIONS, {}, False, PlannerConfig()))
-
-    def step(
-        self,
-        b: int,
-        t: int,
-        *,
-        more: int = 0,
-        names: str = "fgh",
-        before: Iterable[str] = (),
-        peak: int = 0,
-        looks: str = "abc",
-        recording: bool = True,
-        beside: Beside | None = None,
-        mask: int = 0,
-    ) -> list[Mode]:
-        """The mode after each save. `more` bytes in g, other ops by other names, calls `before` the first save; what
-        the saves have of their `looks` at every size; whether the recorder was on before that; what the device used
-        `beside`; bytes of a `mask` that each op reads and nobody saves."""
-        learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
-        for k, name in enumerate(before):
-            self._call(intern(name), 900 + k, [], 5)
-        if mask:
-            self._call("mask", MASK, [], mask)
-        modes = []
-        for i, (name, nbytes) in enumerate(zip(names, sizes, strict=False)):
-            self._call(intern(name), i, [i - 1] * bool(i) + [MASK] * bool(mask), nbytes, b * t)
-            if not i:
-                learner.begin(recording)
-            structure, exact = hash(looks[i]), hash((looks[i], b, t))
-            by_size = learner.foretold is not None
-            learner.packed(structure if by_size else exact, 10 * i, Look(structure, (b, t) if not i else (b, t, 3)))
-            learner.placed(i)
-            learner.saved(i, nbytes, Kind.ACTIVATION, 10 * i)
-            modes.append(learner.mode)
-        self.asks_all = learner.asks_all
-        self.followed = learner.routine is not None and len(modes) == len(learner.routine.orders)
-        for i in reversed(range(len(modes))):
-            if sizes[i] < self.least and not learner.asks_all:
-                learner.asked(i)
-            else:
-                learner.needed(i, 100 - i)
-            learner.released(i)
-        evicted = peak > 0 and bool(learner.log.needs)  # nothing goes where all is too small
-        whole = sum(sizes)
-        outcome = Outcome(
-            peak_bytes=peak,
-            unevicted_peak_bytes=whole,
-            limit_bytes=self.limit(whole),
-            evicted=evicted,
-            forced={},
-            beside=beside,
-        )
-        learner.end(200, outcome)
-        return modes
-
-    def _call(self, call: str, record: int, read: list[int], nbytes: int, cost_ns: int = 1) -> None:
-        learner, routine = self.learner, self.learner.routine
-        way = routine.way(call) if routine is not None else Way.RECORD
-        if way is None and learner.in_step:
-            learner.leave_routine()
-        if learner.routine is None:
-            op = an_op(record, read, [record], name=f"aten.{call}", cost_ns=cost_ns)
-            learner.op(op, {record: nbytes}, {record: Kind.ACTIVATION})
-            learner.called(call, made=True)
-
-    def warm(self) -> None:
-        for b, t in WARM:
-            assert self.step(b, t, peak=1) == [OBSERVE] * 3 and not self.followed
-
-
 @pytest.fixture
 def run() -> Run:
     return Run()
@@ -329,7 +240,7 @@ def test_a_program_whose_calls_are_others_from_now_on_is_learned_anew(run: Run) 
     run.warm()
     assert run.step(5, 20, names="fxh", peak=1) == [OBSERVE] * 3
     (program,) = run.sizes._programs
-    assert (list(program.logs), program.most, run.sizes.ready) == ([(5, 20)], (5, 20), False)
+    assert (list(program.sizes), program.most, run.sizes.ready) == ([(5, 20)], (5, 20), False)
 
 
 def test_plans_are_forgotten_the_oldest_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +269,7 @@ def test_a_program_that_goes_otherwise_twice_running_is_learned_anew_from_more_s
 def test_a_program_that_goes_otherwise_now_and_then_is_foretold_all_the_same(run: Run) -> None:
     run.warm()
     (program,) = run.sizes._programs
-    told = Foretold(program, run.learner.profiles[0], 0)
+    told = Foretold(program, run.learner.profiles[0], 0, None)
     for _ in range(3):
         for so in (False, *[True] * int(1 / MOST_OTHERWISE)):
             run.sizes.ended(told, so, 0, None)
@@ -375,7 +286,7 @@ def test_after_that_has_been_of_no_use_a_few_times_it_is_not_tried_any_more(run:
         count += 1
         (program,) = run.sizes._programs
         for _ in range(OFTEN):
-            run.sizes.ended(Foretold(program, run.learner.profiles[0], 0), False, 0, None)
+            run.sizes.ended(Foretold(program, run.learner.profiles[0], 0, None), False, 0, None)
         for length in range(2 * SAMPLES):
             run.learner._whole = 0
             if not run.sizes.ready:

@@ -71,8 +71,7 @@ class Point:
 
 
 class Estimator:
-    """What can be said at any input size, given those that were observed: at least one, all different, of as many
-    dims."""
+    """What can be said at any input size, given those that were observed: at least one, of as many dims."""
 
     def __init__(self, observed: Sequence[Dims]) -> None:
         self._fixed = observed[0]

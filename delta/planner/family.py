@@ -55,7 +55,7 @@ class Family:
         self.structure, self.forced = structure, forced
         self._base = pruned(graph)
         self._min_bytes = min_bytes
-        self._samples: dict[Dims, StepGraph] = {dims: self._base}
+        self._samples: list[tuple[Dims, StepGraph]] = [(dims, self._base)]
         self.observed = 1  # first sights of an input size; one that was forgotten since counts again
         self._held = self._held_in(self._base)
         self._fit()
@@ -64,7 +64,7 @@ class Family:
     @property
     def sizes(self) -> tuple[Dims, ...]:
         """The input sizes that are remembered."""
-        return tuple(self._samples)
+        return tuple(dict.fromkeys(dims for dims, _ in self._samples))
 
     @property
     def guesses(self) -> bool:
@@ -80,7 +80,7 @@ class Family:
     def rounded(self, dims: Dims, rounding: Share) -> Dims:
         """The size to make a plan for, that others can use too: an observed one as it is, else each dim that is known
         to vary rounded up."""
-        if dims in self._samples:
+        if dims in self.sizes:
             return dims
         varied = self._estimator.varied
         return tuple(round_up(size, rounding) if i in varied else size for i, size in enumerate(dims))
@@ -89,22 +89,32 @@ class Family:
         """Whether a step is one of this family."""
         return (
             self.structure == tuple(structure)
-            and len(dims) == len(next(iter(self._samples)))
+            and len(dims) == len(self.sizes[0])
             and _skeleton(pruned(graph)) == _skeleton(self._base)
         )
 
     def learn(self, dims: Dims, graph: StepGraph, forced: Mapping[int, Action]) -> None:
-        """Another step that `takes` said yes to. Of two of the same size the larger bytes and smaller times count."""
+        """Another step that `takes` said yes to."""
         graph = pruned(graph)
-        known = self._samples.pop(dims, None)
-        self.observed += known is None
+        self.observed += dims not in self.sizes
         self._held |= self._held_in(graph)
-        self._samples[dims] = graph if known is None else _both(known, graph)
-        if len(self._samples) > SAMPLES:
-            del self._samples[next(iter(self._samples))]
+        self._sample(dims, graph)
+        del self._samples[:-SAMPLES]
         self._base = replace(graph, floats_to=tuple(map(max, graph.floats_to, self._base.floats_to)))
         self.forced = forced
         self._fit()
+
+    def _sample(self, dims: Dims, graph: StepGraph) -> None:
+        """Of two steps that are alike the larger bytes and smaller times count."""
+        known = next((sample for sample in self._samples if sample[0] == dims and self._alike(sample[1], graph)), None)
+        if known is not None:
+            self._samples.remove(known)
+            graph = _both(known[1], graph)
+        self._samples.append((dims, graph))
+
+    def _alike(self, known: StepGraph, graph: StepGraph) -> bool:
+        """Whether two steps of the same size are one sample."""
+        return True
 
     def _held_in(self, graph: StepGraph) -> frozenset[int]:
         """Nodes that would be large enough, and that the program uses all the time: to evict one would free nothing."""
@@ -116,8 +126,8 @@ class Family:
 
     def _fit(self) -> None:
         """Fit everything once for all sizes. Storages that were alike at every size share one fit."""
-        graphs = tuple(self._samples.values())
-        self._estimator = Estimator(tuple(self._samples))
+        observed, graphs = zip(*self._samples, strict=True)
+        self._estimator = Estimator(observed)
         kinds: dict[tuple[int, ...], int] = {}
         self._kind_of_node = [
             kinds.setdefault(values, len(kinds))
