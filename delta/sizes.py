@@ -37,7 +37,7 @@ ROUNDED = 1.2  # ... and lets go of nothing that may be too small to be evicted 
 OFTEN, MOST_OTHERWISE = 2, 1 / 8
 LARGER = 1.05  # a step is foretold if its input is not larger than any before by more than this
 VAGUE = 1.1  # ... and what it saves is known this well: the most over the least
-LOOSE = 2.0  # ... or this well, where data decide what it is
+LOOSE = 1.5  # ... or this well, where data decide what it is
 # ... and its size is none that comes so often, of all steps: that is worth a plan and a routine of its own.
 COMMON, COMMON_SHARE = 16, 1 / 10
 # Of the limit, plans leave this for storages that are larger than foretold, where data decide what they take, and by so
