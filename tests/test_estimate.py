@@ -1,10 +1,12 @@
 """The estimator: what is known at a size that was never seen. Sizes are (batch, length)."""
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta.planner.estimate import Estimator, Interval
+from delta.planner.estimate import DEGREE, Estimator, Interval
 
 THREE = [(4, 31), (4, 53), (2, 50)]
 
@@ -65,6 +67,29 @@ def test_what_was_observed_is_always_covered(values):
     for dims, value in zip(observed, values, strict=True):
         found = estimator.between(forms, estimator.point(dims))
         assert found.least <= value <= found.most
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 90), st.integers(0, 10**9)), min_size=1, max_size=8))
+def test_what_is_off_is_off_by_nothing_that_a_term_explains(seen):
+    """Least squares: what is left at the observed sizes, which may be the same ones, is orthogonal to every term. Where
+    a simpler form is exact, nothing is left."""
+    observed, values = [(b, t) for b, t, _ in seen], [nbytes for *_, nbytes in seen]
+    estimator = Estimator(observed)
+    for form in estimator.forms(values):
+        monomials = [estimator.point(dims).monomials for dims in observed]
+        fits = [Fraction(sum(factor * row[place] for place, factor in form.terms), form.divisor) for row in monomials]
+        left = [value - fit for value, fit in zip(values, fits, strict=True)]
+        assert form.margin >= max(map(abs, left))
+        for place, term in enumerate(estimator.terms):
+            if sum(term) <= DEGREE + 1:
+                assert sum(off * row[place] for off, row in zip(left, monomials, strict=True)) == 0
+
+
+def test_a_size_that_was_observed_twice_says_what_is_no_form_of_it():
+    assert predicted([(4, 10), (4, 10), (4, 20)], lambda b, t: 8 * t, (4, 30)) == exactly(240)
+    estimator = Estimator([(4, 10), (4, 10), (4, 20)])
+    (form,) = estimator.forms([70, 90, 160])
+    assert (form.margin, estimator.between([form], estimator.point((4, 30)))) == (10, Interval(230, 250))
 
 
 def test_times_follow_the_term_they_are_most_evenly_proportional_to():

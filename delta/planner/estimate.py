@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import combinations, product
 from math import ceil, floor, inf, lcm, prod
+from operator import mul
 from statistics import median
 
 DEGREE = 2
@@ -111,7 +113,10 @@ class Estimator:
 
     def _exact(self, values: Sequence[int], count: int) -> tuple[Form, ...]:
         found = []
+        first = list(zip(self._observed, values, strict=True))[: count + 1]
         for terms in combinations(range(len(self.terms)), count):
+            if len(first) > count and _determinant([[*(row[term] for term in terms), value] for row, value in first]):
+                continue  # one of these is none of that form: most often, and found without fractions
             rows = [[monomials[term] for term in terms] for monomials in self._observed]
             factors = _solve(rows, values)
             if factors is not None and all(factors) == any(values):
@@ -120,18 +125,35 @@ class Estimator:
 
     def _least_squares(self, values: Sequence[int]) -> Form:
         """Over the terms up to the degree of batch * length ** 2, the simpler ones first where the data do not tell."""
-        terms = [place for place, term in enumerate(self.terms) if sum(term) <= DEGREE + 1]
-        rows = [[monomials[term] for term in terms] for monomials in self._observed]
-        normal = [[sum(row[i] * row[j] for row in rows) for j in range(len(terms))] for i in range(len(terms))]
-        right = [sum(row[i] * value for row, value in zip(rows, values, strict=True)) for i in range(len(terms))]
-        factors = _solve(normal, right)
-        assert factors is not None, "normal equations always have a solution"
-        form = Form.of(tuple(zip(terms, factors, strict=True)))
+        factors = [Fraction(sum(map(mul, each, values)), divisor) for each, divisor in self._weights]
+        form = Form.of(tuple(zip(self._low_terms, factors, strict=True)))
         off = 0
         for monomials, value in zip(self._observed, values, strict=True):
             least, most = form.at(monomials)
             off = max(off, value - least, most - value)
         return replace(form, margin=off)
+
+    @cached_property
+    def _low_terms(self) -> list[int]:
+        return [place for place, term in enumerate(self.terms) if sum(term) <= DEGREE + 1]
+
+    @cached_property
+    def _weights(self) -> list[tuple[list[int], int]]:
+        """By low term, what the bytes at each observed size count for in its factor, over a divisor. So the normal
+        equations are solved once for all kinds of storages, of which there may be hundreds."""
+        terms = self._low_terms
+        rows = [[monomials[term] for term in terms] for monomials in self._observed]
+        normal = [[sum(row[i] * row[j] for row in rows) for j in range(len(terms))] for i in range(len(terms))]
+        ones = []  # the factors were it one byte at this size, and none elsewhere
+        for row in rows:
+            factors = _solve(normal, row)
+            assert factors is not None, "normal equations always have a solution"
+            ones.append(factors)
+        found = []
+        for weights in zip(*ones, strict=True):
+            divisor = lcm(*(weight.denominator for weight in weights))
+            found.append(([int(weight * divisor) for weight in weights], divisor))
+        return found
 
     # -- times ----------------------------------------------------------------------------------------------------
     def rate(self, values: Sequence[int]) -> tuple[int, float]:
@@ -146,6 +168,17 @@ class Estimator:
             if spread < least:
                 best, least = (place, median(ratios)), spread
         return best
+
+
+def _determinant(table: list[list[int]]) -> int:
+    """Of a square table of two rows, or a few more."""
+    if len(table) == 2:
+        (a, b), (c, d) = table
+        return a * d - b * c
+    head, *others = table
+    minors = ([row[:column] + row[column + 1 :] for row in others] for column in range(len(head)))
+    signed = [cell if column % 2 == 0 else -cell for column, cell in enumerate(head)]
+    return sum(cell * _determinant(minor) for cell, minor in zip(signed, minors, strict=True) if cell)
 
 
 def _solve(rows: Sequence[Sequence[int]], values: Sequence[int]) -> list[Fraction] | None:
