@@ -201,9 +201,9 @@ class Learner:
         if profile.signatures[at] != signature:
             return -1
         order = routine.orders[at]
-        return (
-            order if order < 0 or not routine.most_bytes or self._may_take(nbytes - routine.most_bytes[order]) else -1
-        )
+        if order < 0 or not routine.most_bytes or self._may_take(nbytes - routine.most_bytes[order]):
+            return order
+        return -1
 
     def came(self, signature: int, order: int) -> None:
         """That tensor was packed."""

@@ -177,13 +177,11 @@ class Sizes:
         program = min(alike, key=lambda known: known.away(look.sizes), default=None)
         if program is None or program.family is None:
             return None
-        common = program.is_common(look.sizes)
-        if (common and not program.family.loose) or not program.reaches(look.sizes):
+        family, loose, common = program.family, program.family.loose, program.is_common(look.sizes)
+        if (common and not loose) or not program.reaches(look.sizes) or not family.varies_so(look.sizes):
             return None
-        if not program.family.varies_so(look.sizes):
-            return None
-        expected = program.family.expects(look.sizes)
-        vague = LOOSE if program.family.loose else VAGUE
+        expected = family.expects(look.sizes)
+        vague = LOOSE if loose else VAGUE
         if sum(saved.most for saved in expected.saved) > vague * sum(saved.least for saved in expected.saved):
             self._went(program, as_told=False)
             return None
@@ -191,9 +189,8 @@ class Sizes:
         limit_bytes = self._limit(peak_bytes)
         if limit_bytes is None:
             return None
-        loose = program.family.loose
         room_bytes = max(0, limit_bytes - standing_bytes - (int(SPARE * limit_bytes) if loose else 0))
-        profile = self._profile(program, program.family, look.sizes, room_bytes)
+        profile = self._profile(program, family, look.sizes, room_bytes)
         if profile is None or (loose and not _holds(profile, room_bytes)):
             return None
         return Foretold(program, profile, peak_bytes, int(EXCESS * limit_bytes) if loose else None)
