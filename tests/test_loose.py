@@ -87,6 +87,8 @@ def test_however_often_its_size_comes() -> None:
         (400, EXCESS_BYTES - 399, False),
         (-400, EXCESS_BYTES, True),
         (-400, EXCESS_BYTES + 1, False),
+        (-EXCESS_BYTES - 600, EXCESS_BYTES, True),
+        (-EXCESS_BYTES - 600, EXCESS_BYTES + 1, False),
     ],
 )
 def test_storages_may_be_larger_by_so_much_all_together(moved: int, more: int, followed: bool) -> None:
