@@ -31,7 +31,6 @@ _NATIVE = frozenset(
     "set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor resize_ record_stream unfold "
     "_local_scalar_dense is_pinned _pin_memory is_set_to _has_same_storage_numel _lazy_clone".split()
 )
-_on_the_way: dict[int, list[Tensor]] = {}  # by stream: results that are delivered until it has been waited for
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -70,9 +69,7 @@ def _stream() -> int:
 
 def _wait() -> None:
     """Until the current stream has come to the end of what it was given."""
-    stream = _stream()
-    _RUNTIME.cudaStreamSynchronize(ctypes.c_void_p(stream))
-    _on_the_way.pop(stream, None)
+    _RUNTIME.cudaStreamSynchronize(ctypes.c_void_p(_stream()))
 
 
 def _host(tensor: Tensor) -> Tensor:
@@ -185,11 +182,9 @@ def _delivered(result: Tensor) -> Tensor:
         _wait()
         _host(card).copy_(result)
         return card
-    stream = _stream()
-    _on_the_way.setdefault(stream, []).append(result)
     nbytes = ctypes.c_size_t(result.numel() * result.element_size())
     to, source = ctypes.c_void_p(card.data_ptr()), ctypes.c_void_p(result.data_ptr())
-    _RUNTIME.standInDeliver(to, source, nbytes, ctypes.c_void_p(stream))
+    _RUNTIME.standInDeliver(to, source, nbytes, ctypes.c_void_p(_stream()))
     return card
 
 

@@ -504,13 +504,16 @@ static cudaError_t copy(void* to, const void* from, size_t n, cudaStream_t s, bo
   if (pageable || wait) drain(lock, stream);
   return cudaSuccess;
 }
-EXPORT cudaError_t standInDeliver(void* to, const void* from, size_t n, cudaStream_t s) {  // a kernel's result, late
+// A kernel's result, late. It is copied here: the caller's may be gone, or written to, by then.
+EXPORT cudaError_t standInDeliver(void* to, const void* from, size_t n, cudaStream_t s) {
+  std::shared_ptr<char[]> result(new char[n]);
+  memcpy(result.get(), from, n);
   std::unique_lock<std::mutex> lock(mutex());
   CardStream& stream = at(s);
   stream.work.push_back([=, &stream](std::unique_lock<std::mutex>& l) {
     l.unlock();
     pause(stream, 0);
-    memmove(to, from, n);
+    memcpy(to, result.get(), n);
     l.lock();
   });
   changed().notify_all();
