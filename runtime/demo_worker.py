@@ -109,6 +109,7 @@ class Trainer:
         self._run = self._session.__enter__()
         self._resident = ResidentPeak()
         self._host_peak_bytes: int | None = None
+        self._largest: tuple[Tensor, ...] = ()  # batch so far
         self._plain: Trainer | None = None
         self._peaks: dict[str, int | None] | None = None  # those before `_plain`, and before a row
 
@@ -152,7 +153,7 @@ class Trainer:
         """Steps one after the other, the card waited for at the end only, as where a training reads no number in
         between; their batches are fetched from pinned memory. How long one takes."""
         self._note_peaks()
-        batches = [self._task.batch(index + step) for step in range(steps)]
+        batches = [self._drawn(index + step) for step in range(steps)]
         if self._device_type == "cuda":
             batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
         began_ns = self._now_ns()
@@ -207,16 +208,22 @@ class Trainer:
         session.__exit__(None, None, None)
 
     def _count_saved_bytes(self) -> int:
-        """The peak of saved activations of one plain step, counted after everything else has been measured."""
+        """The peak of saved activations of a plain step with the largest batch there was, counted after everything else
+        has been measured."""
         with SavedBytes(self._model) as saved:
-            self._pass(self._batch(0))
+            self._pass(tuple(tensor.to(self._spec.device) for tensor in self._largest or self._task.batch(0)))
         return saved.peak_bytes
 
     def _seed(self, index: int) -> None:
         torch.manual_seed(self._spec.seed * 1_000_003 + index)  # every way drops out the same
 
     def _batch(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor.to(self._spec.device) for tensor in self._task.batch(index))
+        return tuple(tensor.to(self._spec.device) for tensor in self._drawn(index))
+
+    def _drawn(self, index: int) -> tuple[Tensor, ...]:
+        batch = self._task.batch(index)
+        self._largest = max(self._largest, batch, key=lambda one: sum(tensor.numel() for tensor in one))
+        return batch
 
     def _counter(self) -> SavedBytes | None:
         match self._spec.mode:

@@ -52,8 +52,10 @@ class Trained:
 
     @property
     def counted_peak_bytes(self) -> int | None:
-        """The most bytes of saved activations in the steps in which they were counted; None where they cannot be."""
-        found = [self.steps[index].get("counted_peak_bytes") for index in COUNTED_STEPS]
+        """The most bytes of saved activations in the steps in which they were counted, of plain with its largest batch
+        too; None where they cannot be."""
+        counted = (*(self.steps[index] for index in COUNTED_STEPS), self.end)
+        found = [answer.get("counted_peak_bytes") for answer in counted]
         return max((nbytes for nbytes in found if nbytes is not None), default=None)
 
     @property

@@ -60,7 +60,8 @@ class FakeWorker(NoProcess):
                 "peak_device_bytes": None,
                 "peak_reserved_bytes": None,
             }
-            return end | {"rss_method": "m", "report": report if delta_side else None, "counted_peak_bytes": 9999}
+            end["counted_peak_bytes"] = 1000 if self.told.mode == "plain" else None
+            return end | {"rss_method": "m", "report": report if delta_side else None}
         if self.told.mode == "save_on_cpu" and request["index"] == 3:
             raise DeltaError("killed\nin pieces")
         if "row" in request["do"]:
