@@ -453,7 +453,7 @@ class Learner:
             return
         self._whole = max(0, self._whole - 1)
         profile = self._profile_of_step()
-        if profile is None and log.asked and (outcome.fitted or (self.recorded and log.needs)):
+        if profile is None and log.asked and (outcome.fitted or self.recorded):
             profile = self.revising.new(self._ended(outcome))
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]

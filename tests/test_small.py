@@ -105,6 +105,20 @@ def tower(depth: int = 3) -> Tensor:
     return x.grad
 
 
+@pytest.mark.parametrize("policy", ["delta", "recompute", "swap"])
+def test_a_step_of_nothing_else_that_is_over_its_limit_is_not_recorded_for_ever(policy: str) -> None:
+    """Nothing can be done about it, so once it is known nothing is recorded for it."""
+    plain = tower()
+    with delta.evict(activations="10B", policy=policy, device="cpu") as run:
+        learner = core_of(run).engine.learner
+        recorded = []
+        for _ in range(STEPS):
+            assert torch.equal(tower(), plain)
+            recorded.append(learner.routine is None)
+    assert recorded == [True] * (STEPS - 2) + [False] * 2
+    assert not run.report().evictions
+
+
 def test_a_step_of_nothing_else_becomes_idle() -> None:
     with delta.evict(activations="1MiB", device="cpu") as run:
         for _ in range(3):
