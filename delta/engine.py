@@ -32,7 +32,7 @@ from delta.record import Host, LedgerError, Record
 from delta.replays import Replays
 from delta.revising import Outcome
 from delta.room import Room
-from delta.routine import Routine
+from delta.routine import Routine, Way
 from delta.ruled import Ruled
 from delta.settling import Settling
 from delta.step_ends import StepEnds
@@ -263,6 +263,13 @@ class Engine:
     def routine(self) -> Routine | None:
         """Which calls need a recipe; None: all do. It is to be asked about each one, in order."""
         return self.learner.routine
+
+    def swerve(self, call: object) -> Way | None:
+        """A call has come that the routine does not expect. Its way, where the step goes on by another routine."""
+        routine = self.learner.routine
+        if routine is None or not self.learner.swerve(call):
+            return None
+        return self.learner.routine.way(call) if self.learner.routine is not None else None
 
     def unexpected(self) -> None:
         """A call was another than the routine expected. Before the first save that may be none of the step's own."""
@@ -578,7 +585,7 @@ class Engine:
             outcome = Outcome(
                 peak_bytes=peak_bytes,
                 unevicted_peak_bytes=summary.unevicted_peak_bytes,
-                limit_bytes=limit(summary.unevicted_peak_bytes),
+                limit_bytes=limit(max(summary.unevicted_peak_bytes, self.learner.widest_bytes)),
                 evicted=self._room.evicted,
                 forced=self._forced_by_rules(),
                 strays=self._room.strays,

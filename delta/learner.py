@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from delta.branches import Branching
 from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph, StepLog
 from delta.profile import REFINEMENTS, Profile
@@ -46,6 +47,7 @@ class Learner:
     given_up: bool = False  # this step is too long to be learned from
     late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
+    widest_bytes: int = 0  # unevicted peak of the largest way that a program of several may go, as the step has begun
     alone: set[int] = field(default_factory=set)  # save orders of this step that nobody was told of
     sizes: Sizes | None = None  # for planners that can plan for a step that was never seen
     foretold: Foretold | None = None  # what is known of the step under way by its size alone
@@ -54,10 +56,15 @@ class Learner:
     _following: Profile | None = None
     _whole: int = 0  # steps to come that are recorded whole, whatever is known of them
     _left_midway: bool = False  # the routine of this step was left after some calls
+    _otherwise: bool = False  # this step has saved something, and then gone otherwise than expected
+    _branching: Branching = field(init=False)
     _recorded_so_far: bool = False  # at the first save of this step, if the routine has let no call pass since
     _before: Profile | None = None  # the kind of step that ended last
     _look: Look = ANY_LOOK  # of the first saved tensor
     _costs: Iterator[tuple[object, int]] | None = None  # of the calls to come, where these are not timed once more
+
+    def __post_init__(self) -> None:
+        self._branching = Branching(possible=self.revising.plan_on is not None)
 
     @property
     def position(self) -> int:
@@ -96,7 +103,7 @@ class Learner:
     def known_peak_bytes(self) -> int:
         if self.foretold is not None:
             return self.foretold.peak_bytes
-        return self.current.unevicted_peak_bytes if self.current is not None else 0
+        return max(self.widest_bytes, self.current.unevicted_peak_bytes if self.current is not None else 0)
 
     @property
     def next_bytes(self) -> int:
@@ -156,6 +163,7 @@ class Learner:
         if not self.packs:
             self.log.calls_before = len(self.log.calls)
             self._look = look
+            self.widest_bytes = self._widest(signature) if self._branching.on else 0
         key = self._key(signature, look)
         self.log.signatures.append(key)
         self.log.structures.append(look.structure)
@@ -166,10 +174,16 @@ class Learner:
             follows is not None and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != key)
         ):
             self._match()
+            self._otherwise |= follows is not None and self.current is not follows
             if self.routine is not None and self.current is not self._following:
                 self.leave_routine()
             if self.packs == 1:
                 self._join()
+
+    def _widest(self, signature: int) -> int:
+        """A share is one of that: nobody knows at the first save, with this signature, which way the step goes."""
+        alike = (profile.unevicted_peak_bytes for profile in self.profiles if profile.signatures[:1] == (signature,))
+        return max(alike, default=0)
 
     def _join(self) -> None:
         """Where sizes change, a step is recorded until its first save tells which routine it follows."""
@@ -196,10 +210,10 @@ class Learner:
         """The save order of the storage of `nbytes` that the next tensor is saved on, if it is the one that the routine
         expects and is kept, or dropped at once; else -1."""
         at, routine, profile = self.packs, self.routine, self.current
-        if not at or routine is None or profile is None or at >= len(routine.orders):
+        if not at or routine is None or profile is None:
             return -1
-        if profile.signatures[at] != signature:
-            return -1
+        if at >= len(routine.orders) or profile.signatures[at] != signature:
+            return self.expects(signature, nbytes) if self.swerve(signature=signature) else -1
         order = routine.orders[at]
         if order < 0 or not routine.most_bytes or self._may_take(nbytes - routine.most_bytes[order]):
             return order
@@ -276,12 +290,37 @@ class Learner:
     def leave_routine(self) -> None:
         """The step goes otherwise: it is recorded from here on."""
         routine, self.routine = self.routine, None
+        self._otherwise |= routine is not None and self.packs > 1
         if self.alone:  # which nobody has told of
             self._give_up()
         elif routine is not None and routine.begun:
             self._left_midway, self.recorded = True, False
         elif routine is not None and self.in_step:
             self.recorded = self._recorded_so_far
+
+    def swerve(self, call: object | None = None, signature: int | None = None) -> bool:
+        """Another call, or save, has come than the routine expects. If the step goes like another kind up to here and
+        on, and that one's routine has done the same so far, it goes on by that one."""
+        left, current, log = self.routine, self.current, self.log
+        if (
+            left is None
+            or current is None
+            or current.plan is None
+            or not self._branching.on
+            or self.foretold is not None
+        ):
+            return False
+        so_far = (*log.signatures, signature) if signature is not None else tuple(log.signatures)
+        done = current.plan.actions[: len(log.saves)]
+        for profile in self.profiles:
+            routine, plan = profile.routine, profile.plan
+            if routine is None or plan is None or profile.signatures[: len(so_far)] != so_far:
+                continue
+            if plan.actions[: len(done)] == done and routine.go_on_from(left, call, self.packs):
+                self.current = self._following = profile
+                self.mode, self.routine, self._otherwise = Mode.PLANNED, routine, True
+                return True
+        return False
 
     def lose_track(self) -> None:
         """Some of what this step has saved is not known."""
@@ -463,7 +502,16 @@ class Learner:
         elif profile is not None:
             self.profiles.remove(profile)
             self.profiles.insert(0, profile)
-            self.revising.revise(profile, self._ended(outcome))
+            if not (self._left_midway and self._branching.on):  # else it has not gone by its plan from the start
+                self.revising.revise(profile, self._ended(outcome))
+        if 0 < self.widest_bytes < outcome.unevicted_peak_bytes:
+            self._branching.widened()
+        if self._branching.on and self._left_midway and outcome.over:
+            self._branching.overran()
+        if profile is not None and self._branching.on:
+            self.revising.align(profile, self.profiles, self._ended(outcome))
+        elif profile is not None:
+            self.revising.release(profile, self._ended(outcome))
         if self.sizes is not None and self.recorded and log.asked:
             self.sizes.learn(log, self._look.sizes, self.revising.replay_ns)
         self._expect(profile)
@@ -488,7 +536,8 @@ class Learner:
         if self.revising.device_times is not None and following is not None and following.refined == REFINEMENTS - 1:
             # The last step whose moments count: events around each op would have it seem longer than it is.
             self._costs = following.costs_ns(self.revising.replay_ns)
-        if following is not None and following.routine is not None and not self._whole and not self.foretells:
+        recorded = self._whole or self._branching.wary or self.foretells
+        if following is not None and following.routine is not None and not recorded:
             self.routine = following.routine
             self.routine.restart()
 
@@ -537,6 +586,8 @@ class Learner:
         self._reset()
 
     def _reset(self) -> None:
+        self._branching.ended(self._otherwise)
+        self._otherwise = False
         self.log = StepLog()
         self.packs = 0
         self.current = None
@@ -545,6 +596,7 @@ class Learner:
         self.given_up = False
         self._left_midway = False
         self.foretold = self._spare_bytes = None
+        self.widest_bytes = 0
         self.asks_all = self.foretells
         self.alone.clear()
         self.late.clear()

@@ -68,6 +68,18 @@ class Planning:
         """The same for a step that may not come again, with nothing held open. The limit is that for activations."""
         return self._ask(self._task(graph, limit_bytes, forced))
 
+    def plan_on(
+        self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action], fixed: Mapping[int, Action]
+    ) -> Plan | None:
+        """A plan that does what is `fixed`, by save order, whether it has to or not, and no more if that is enough."""
+        plan = plan_of(graph, self._link, [fixed.get(order, Action.KEEP) for order in range(len(graph.saved))])
+        if plan.peak_bytes <= limit_bytes:
+            return plan
+        more = self.plan_once(graph, limit_bytes, {**fixed, **forced})
+        if more is None:
+            return None
+        return plan_of(graph, self._link, [fixed.get(order, action) for order, action in enumerate(more.actions)])
+
     def _task(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Task:
         task = Task(
             graph,
@@ -141,6 +153,7 @@ def learner_for(policy: Policy, budget: Budget, planning: Planning, announced: b
         selective=not policy.rules,  # they ask for the names of ops
         heed_late=planning.heed_late if planning.heeds_late else None,
         amend=planning.amend,
+        plan_on=planning.plan_on if kind == "profile" and not announced and budget.device_bytes is None else None,
     )
     if kind == "mimose":
         planning.learner = FamilyLearner(revising, limit=budget.limit_bytes, options=policy.planner)

@@ -8,8 +8,8 @@ from itertools import accumulate
 from operator import sub
 
 from delta.headroom import Beside
-from delta.planner.steplog import Plan, StepGraph
-from delta.routine import Call, Routine
+from delta.planner.steplog import Plan, StepGraph, StepLog
+from delta.routine import Bare, Routine, bare
 from delta.types import Action
 
 # A profile is planned again with better op times after this many more recorded steps.
@@ -44,7 +44,10 @@ class Profile:
     planned_for_bytes: int = 0  # the limit at the last planning
     aim_bytes: int = 0  # what the plan was allowed to take
     planned_graph: StepGraph | None = None  # what the plan was made from
-    calls: tuple[Call, ...] = ()  # of the step that `graph` was built from
+    course: StepLog = field(default_factory=StepLog)  # of the step that `graph` was built from
+    fixed: Mapping[int, Action] = field(default_factory=dict)  # what a way that begins alike does: `branches.py`
+    trunk: Profile | None = None  # that way
+    trunk_plan: Plan | None = None  # ... and its plan, which this one's was made after
     routine: Routine | None = None  # how steps go from now on; None: all of their calls are recorded
     strays: Mapping[int, Action] = field(default_factory=dict)  # of the last step: evicted, and not named by the plan
     then: Profile | None = None  # the kind of step that comes after one of this kind, most of the time
@@ -52,6 +55,14 @@ class Profile:
     beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
     planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
     cramped: int = 0  # steps by this plan in which replays that nobody decides about found no room
+    _bare: Bare | None = None
+
+    @property
+    def bare(self) -> Bare:
+        """The course without the calls that are for nothing that is saved."""
+        if self._bare is None:
+            self._bare = bare(self.course, self.graph)
+        return self._bare
 
     @property
     def can_tighten(self) -> bool:
@@ -61,7 +72,7 @@ class Profile:
     def costs_ns(self, replay_ns: int) -> Iterator[tuple[object, int]]:
         """Its recorded calls and how long their ops take, without what a replay takes beside."""
         ops = self.graph.ops
-        return ((call, ops[op].cost_ns - replay_ns if op >= 0 else 0) for call, op in self.calls)
+        return ((call, ops[op].cost_ns - replay_ns if op >= 0 else 0) for call, op in self.course.calls)
 
     def came_before(self, following: Profile | None) -> None:
         """A step of this kind was followed by one of that: the majority counts, so that one odd step among many, an

@@ -4,9 +4,10 @@ what has to go in every step, and the routine that steps follow once they go as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from delta.branches import done_by, trunk_of
 from delta.headroom import Beside
 from delta.planner.common import keep_common
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
@@ -19,6 +20,7 @@ OFTEN = 2  # so many steps running that leave their routine are no accident: the
 NOTHING = Beside()
 
 MakePlan = Callable[[StepGraph, int, Mapping[int, Action]], Plan | None]
+PlanOn = Callable[[StepGraph, int, Mapping[int, Action], Mapping[int, Action]], Plan | None]
 HeedLate = Callable[[Plan, StepGraph, Collection[int]], Plan]
 Amend = Callable[[Plan, StepGraph, Mapping[int, Action]], Plan | None]
 
@@ -72,6 +74,7 @@ class Revising:
     selective: bool = True  # whether routines are followed at all
     heed_late: HeedLate | None = None  # for planners that learn from copies back that came late
     amend: Amend | None = None  # a plan, so that some more go as planned
+    plan_on: PlanOn | None = None  # ... that does what another one does
     device_times: Callable[[StepLog], StepTimes] | None = None  # of a step, where the host works ahead of the device
 
     def new(self, ended: Ended) -> Profile:
@@ -85,7 +88,7 @@ class Revising:
             outcome.unevicted_peak_bytes,
             outcome.forced,
             self.aim,
-            calls=tuple(ended.log.calls),
+            course=ended.log.course,
             beside=beside,
         )
         self._plan(profile, ended)
@@ -98,6 +101,40 @@ class Revising:
         settled = profile.plan is known and self._settled(profile, ended)
         unsure = ended.outcome.over and profile.can_tighten
         profile.routine = self._routine(profile, ended) if settled and not unsure else None
+
+    def align(self, profile: Profile, profiles: Iterable[Profile], ended: Ended) -> None:
+        """Have a way of a branching program do what larger ones do that begin alike, and follow a routine at once."""
+        limit_bytes = ended.outcome.limit_bytes
+        if limit_bytes is None or not self.selective or any(profile.graph.needs_before):
+            return
+        if ended.recorded or profile.trunk is None or profile.trunk.plan is not profile.trunk_plan:
+            self._after_trunk(profile, profiles, limit_bytes, ended)
+        plan, routine = profile.plan, profile.routine
+        if plan is None or len(plan.actions) != len(profile.graph.saved):
+            return
+        if (routine is not None and not routine.branches) or (
+            routine is None and not (ended.followed and ended.outcome.strays)
+        ):
+            notes = profile.cramped < CRAMPED
+            profile.routine = routine_of(profile.bare.log, profile.graph, plan, notes, profile.bare.aside)
+
+    def release(self, profile: Profile, ended: Ended) -> None:
+        """The program goes one way nearly always: its steps are planned for themselves again."""
+        if profile.routine is not None and profile.routine.branches:
+            profile.routine = None
+        limit_bytes, profile.trunk = ended.outcome.limit_bytes, None
+        if profile.fixed and limit_bytes is not None:
+            profile.fixed = {}
+            self._plan_for(limit_bytes, profile, ended)
+
+    def _after_trunk(self, profile: Profile, profiles: Iterable[Profile], limit_bytes: int, ended: Ended) -> None:
+        found = trunk_of(profile, profiles)
+        fixed = done_by(*found, profile) if found is not None else {}
+        profile.trunk = found[0] if found is not None else None
+        profile.trunk_plan = profile.trunk.plan if profile.trunk is not None else None
+        if fixed != profile.fixed:
+            profile.fixed, profile.idle = fixed, False
+            self._plan_for(limit_bytes, profile, ended)
 
     def observed(self, log: StepLog) -> StepGraph:
         """The step that has ended."""
@@ -124,7 +161,10 @@ class Revising:
         profile.aim_bytes = int(max(0, limit_bytes - standing_bytes) * profile.squeeze)
         profile.planned_graph = profile.graph
         profile.planned_beside = profile.graph.beside_saves + profile.graph.beside_needs
-        profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)
+        if profile.fixed and self.plan_on is not None:
+            profile.plan = self.plan_on(profile.graph, profile.aim_bytes, profile.forced, profile.fixed)
+        else:
+            profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)
         profile.cramped = 0
 
     def _review(self, profile: Profile, ended: Ended) -> None:
@@ -138,7 +178,7 @@ class Revising:
             profile.refined += 1
             late = self.device_times is not None
             known, profile.graph = profile.graph, refine(profile.graph, self._graph(ended.log), late)
-            profile.calls = tuple(ended.log.calls)
+            profile.course, profile._bare = ended.log.course, None
             again = not exact or profile.graph.ops != known.ops
         rise_bytes, fall_bytes = _beside_moved(profile, ended)
         if rise_bytes > MOVED * limit_bytes and profile.tightened < TIGHTENINGS:
@@ -188,7 +228,7 @@ class Revising:
             return known
         if not self.selective or profile.refined < REFINEMENTS or profile.plan is None:
             return None
-        graph = profile.graph if tuple(ended.log.calls) == profile.calls else self._graph(ended.log)
+        graph = profile.graph if ended.log.calls == profile.course.calls else self._graph(ended.log)
         if len(graph.saved) != len(profile.plan.actions):
             return None
         return routine_of(ended.log, graph, profile.plan, notes)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import accumulate
 from operator import sub
 
 from delta.alone import Alone, left_alone
@@ -37,12 +39,14 @@ class Routine:
     """The calls of a step, one after the other."""
 
     __slots__ = (
+        "_aside",
         "_asked",
         "_before",
         "_calls",
         "_costs_ns",
         "_optional",
         "alone",
+        "branches",
         "calls",
         "coming_bytes",
         "dropped",
@@ -71,6 +75,7 @@ class Routine:
         coming_bytes: Sequence[int] = (),
         alone: Alone | None = None,
         made_bytes: Sequence[int] = (),
+        aside: Set[object] | None = None,
     ) -> None:
         """`orders`: by saved tensor, the save order of a storage that the plan keeps, or drops at once; -1 where more
         is done. `dropped`: the orders of those that go, and of these `noted` the ones that only the runtime knows how
@@ -79,7 +84,8 @@ class Routine:
         `costs_ns`: how long the ops of the step take. `before`: how many of the calls come before the first save; of
         these the `optional` ones, by their position, may stay away. `coming_bytes`: by save order, what there has to
         be room for when it has been saved (`room_for_next`). `alone`: what is left to autograd. `made_bytes`: by op, of
-        the storage that it makes; 0 where that does not count, or there are others.
+        the storage that it makes; 0 where that does not count, or there are others. `aside`: calls that are none of the
+        step's own, whenever they come; where they are given, a step that goes by this may go on by another one.
 
         Looked up for each call by their position, without a call of Python: `calls` have come, `made_bytes` are what
         the next one makes, and if it is what `passing` has there, nothing need be done for it but to count it."""
@@ -88,6 +94,7 @@ class Routine:
         self.made_bytes = [made_bytes[op] if 0 <= op < len(made_bytes) else 0 for _, op in calls]
         self.passing: list[object | None] = [None] * (len(calls) + 1)  # after the last one any is another
         self._before, self._optional = before, frozenset(optional)
+        self.branches, self._aside = aside is not None, aside or frozenset()
         self.ways = list(ways)
         self.orders, self.dropped, self.read, self.noted = orders, frozenset(dropped), frozenset(read), frozenset(noted)
         self.coming_bytes = coming_bytes
@@ -118,15 +125,35 @@ class Routine:
         while at == len(self._calls) or self._calls[at] is not call:
             if at >= self._before or at not in self._optional:
                 self._asked = None
-                return None
+                return Way.PASS if call in self._aside else None
             at += 1
         self.calls, self._asked = at + 1, at
         return self.ways[at]
+
+    def go_on_from(self, other: Routine, call: object | None, packs: int) -> bool:
+        """Whether this one has done the same up to where the other one is, with so many tensors saved, and expects that
+        call next, if it is one: then it is there."""
+        at = other.calls
+        if self._calls[:at] != other._calls[:at] or (call is not None and self._calls[at : at + 1] != [call]):
+            return False
+        if self._before != other._before or self.ways[:at] != other.ways[:at] or not (self.branches and other.branches):
+            return False
+        saved = set(self.orders[:packs])
+        sets = ((self.dropped, other.dropped), (self.read, other.read), (self.noted, other.noted))
+        same = self.orders[:packs] == other.orders[:packs] and all(saved & a == saved & b for a, b in sets)
+        if same:
+            self.calls = at
+        return same
 
     @property
     def cost_ns(self) -> int | None:
         """How long the call that `way` was last asked about takes, as far as it is known."""
         return self._costs_ns[self._asked] if self._asked is not None else None
+
+    @property
+    def makes_bytes(self) -> int:
+        """Of `made_bytes`, that of the same call."""
+        return self.made_bytes[self._asked] if self._asked is not None else 0
 
     def passed(self) -> None:
         """Nothing need be done for the call that `way` was last asked about, in this step or in later ones."""
@@ -134,8 +161,12 @@ class Routine:
             self.passing[self._asked] = self._calls[self._asked]
 
 
-def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -> Routine:
-    """How steps like the one that `log` and `graph` tell of go by `plan`. `notes`: whether any op may be noted."""
+def routine_of(
+    log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True, aside: Set[object] | None = None
+) -> Routine:
+    """How steps like the one that `log` and `graph` tell of go by `plan`. `notes`: whether any op may be noted.
+    `aside`: calls that were taken out of the log of a way that a step may leave for another. Nothing is left alone
+    there, as it would have to be in both."""
     costs_ns = [op.cost_ns for op in graph.ops]
     before, orders = log.calls_before, orders_of(log, graph, plan)
     noted = noted_ops(graph, plan, orders, log.ops_before) if notes else set()
@@ -148,10 +179,22 @@ def routine_of(log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True) -
     optional = _optional(log.calls[:before], graph)
     coming_bytes = room_for_next(plan)
     looked_after = dropped | read | _beside_notes(graph, noted) | _followed_by_moves(graph, plan)
-    alone = left_alone(graph, log.calls_at, log.orders, orders, looked_after)
+    alone = left_alone(graph, log.calls_at, log.orders, orders, looked_after) if aside is None else None
     made_bytes = [graph.nodes[op.outputs[0]].nbytes if len(op.outputs) == 1 else 0 for op in graph.ops]
     return Routine(
-        log.calls, ways, orders, dropped, read, costs_ns, before, optional, made_again, coming_bytes, alone, made_bytes
+        log.calls,
+        ways,
+        orders,
+        dropped,
+        read,
+        costs_ns,
+        before,
+        optional,
+        made_again,
+        coming_bytes,
+        alone,
+        made_bytes,
+        aside,
     )
 
 
@@ -178,6 +221,30 @@ def _optional(calls: Sequence[Call], graph: StepGraph) -> list[int]:
     """The positions of those that nothing saved is made from."""
     makers = _makers_of(graph, graph.saved)
     return [position for position, (_, op) in enumerate(calls) if op not in makers]
+
+
+@dataclass(frozen=True, slots=True)
+class Bare:
+    """The course of a step without the calls `aside`."""
+
+    log: StepLog
+    aside: frozenset[object]
+
+
+def bare(course: StepLog, graph: StepGraph) -> Bare:
+    """Without what is called for nothing that is saved, wherever it is: to draw a number, say, by which a layer is left
+    out."""
+    makers = _makers_of(graph, graph.saved)
+    needed = {call for call, op in course.calls if op < 0 or op in makers}
+    kept = [call in needed for call, _ in course.calls]
+    before = [0, *accumulate(kept)]  # by number of calls: of them, those that are left
+    log = replace(
+        course,
+        calls=[call for call, stays in zip(course.calls, kept, strict=True) if stays],
+        calls_before=before[course.calls_before],
+        calls_at=[before[calls] for calls in course.calls_at],
+    )
+    return Bare(log, frozenset(call for call, _ in course.calls) - needed)
 
 
 def _makers_of(graph: StepGraph, nodes: Iterable[int]) -> set[int]:

@@ -118,6 +118,10 @@ class Recorder(TorchDispatchMode):
         routine, off, made_bytes = learner.routine, None, 0
         way = routine.way(func) if routine is not None else Way.RECORD
         if way is None:
+            with core:
+                way = core.engine.swerve(func)
+            routine = learner.routine
+        if way is None:
             way = self._unexpected()
         elif routine is not None and routine.alone is not None:
             off = routine.alone.turns.get(routine.calls)
@@ -131,7 +135,7 @@ class Recorder(TorchDispatchMode):
             if off is None and not (facts.writes or facts.seeded or facts.cudnn_chooses):
                 routine.passed()
             if core.stretches.off:
-                made_bytes = routine.made_bytes[routine.calls - 1]
+                made_bytes = routine.makes_bytes
         return self._let_pass(func, facts, args, kwargs, facts.writes, made_bytes=made_bytes)
 
     def _let_pass(

@@ -57,6 +57,18 @@ class StepLog:
     calls: list[tuple[object, int]] = field(default_factory=list)  # what was called in forward, and its index in `ops`
     calls_before: int = 0  # of them, those before the first save
 
+    @property
+    def course(self) -> StepLog:
+        """How the step goes, without what its graph tells: what a routine is made from."""
+        return StepLog(
+            calls=self.calls,
+            calls_before=self.calls_before,
+            calls_at=self.calls_at,
+            orders=self.orders,
+            releases=self.releases,
+            ops_before=self.ops_before,
+        )
+
     def timed(self, times: StepTimes) -> None:
         """The device's times are these; where they are not of all this step, the host's stand."""
         if (len(times.save_ns), len(times.need_ns)) == (len(self.saves), len(self.needs)):
