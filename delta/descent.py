@@ -57,7 +57,8 @@ class Descent:
         return None
 
     def ran(self) -> None:
-        """The op that `next` gave has run; its inputs are not pinned for it any more."""
+        """The op that `next` gave has run; its inputs are not pinned for it any more. `go_on` comes next, once it is
+        known what has gone by that."""
         op = self._stack.pop()
         self._entered.discard(op.id)
         self._pending.discard(op.id)
@@ -66,6 +67,9 @@ class Descent:
             self._readers[source] -= 1
             if self._holds and not self._readers[source]:
                 self._ledger.unpin(source)
+
+    def go_on(self) -> None:
+        """The walk goes on: where its patience has run out, with all pinned that it is going to read."""
         self._patience -= 1
         if self._patience == 0 and self._stack and not self._holds:
             self._holds = self._hasty = True

@@ -49,9 +49,9 @@ class Replays:
         ledger = self._ledger
         return [r for r in op.outputs if r in ledger and ledger[r].missing]
 
-    def replayed(self, op: OpInfo, made: Iterable[int]) -> list[Instruction]:
-        """The descent's op was replayed and the runtime holds the storages of `made`. What nobody needs any more
-        goes."""
+    def replayed(self, op: OpInfo, made: Iterable[int], stolen: Iterable[int] = ()) -> list[Instruction]:
+        """The descent's op was replayed and the runtime holds the storages of `made`. It has overwritten those of the
+        `stealable` inputs that were `stolen`: only their recipes are left. What nobody needs any more goes."""
         for record in made:
             rec = self._ledger.records[record]
             self._ledger.hold(record)
@@ -59,6 +59,9 @@ class Replays:
             self._totals.recomputed_bytes += rec.nbytes
         self._descent.ran()
         out: list[Instruction] = []
+        for record in stolen:  # before the walk goes on, which may want what has gone
+            out += self._stolen(record)
+        self._descent.go_on()
         if self._policy.replay.results is Leftover.DROP:
             for record in dict.fromkeys((*made, *op.inputs)):
                 out += self._settling.settle_temporary(record)
@@ -83,8 +86,7 @@ class Replays:
             and self._ledger.recoverable(record)
         )
 
-    def stolen(self, record: int) -> list[Instruction]:
-        """The replay of an op has overwritten the storage of a `stealable` input: only its recipe is left."""
+    def _stolen(self, record: int) -> list[Instruction]:
         rec = self._ledger.records.get(record)
         if rec is not None and rec.held:
             self._ledger.let_go(record)

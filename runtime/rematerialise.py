@@ -55,9 +55,7 @@ class Rematerialiser:
             slot.ref = core.storages.track(storages[made], made)
         for source in stolen:  # its storage belongs to the new version now
             core.slots[source].ref = core.slots[source].storage = None
-        core.run(engine.replays.replayed(op, wanted))
-        for source in stolen:
-            core.run(engine.replays.stolen(source))
+        core.run(engine.replays.replayed(op, wanted, stolen))
         core.spent(ended_ns - began_ns)
         self.spent_ns += ended_ns - began_ns
         if core.timeline.active:

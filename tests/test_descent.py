@@ -31,9 +31,14 @@ def walk(ledger: Ledger, record: int) -> list[int]:
     while (op := descent.next(0)) is not None:
         ran.append(op.id)
         replay(ledger, op)
-        descent.ran()
+        done(descent)
     assert descent.abandon() == []
     return ran
+
+
+def done(descent: Descent) -> None:
+    descent.ran()
+    descent.go_on()
 
 
 def replay(ledger: Ledger, op: OpInfo) -> None:
@@ -77,7 +82,7 @@ def test_what_an_op_on_the_way_reads_is_pinned_until_it_has_run():
     assert (ledger[0].used_ns, ledger[1].used_ns) == (8, 7)
     assert descent.wants(0) and descent.wants(1)
     replay(ledger, op)
-    descent.ran()
+    done(descent)
     assert [ledger[record].pins for record in (0, 1)] == [1, 1]
     assert descent.wants(0), "op 11 is going to read it"
 
@@ -93,7 +98,7 @@ def test_what_went_again_meanwhile_is_made_again():
     while (op := descent.next(0)) is not None:
         ran.append(op.id)
         replay(ledger, op)
-        descent.ran()
+        done(descent)
         if op.id == 11 and not dropped:
             dropped = True
             assert (ledger[1].pins, ledger[2].pins) == (0, 1)
@@ -123,7 +128,7 @@ def walk_without_room(descent: Descent, ledger: Ledger, record: int, kept: set[i
         replays += 1
         let_go(ledger, kept)
         replay(ledger, op)
-        descent.ran()
+        done(descent)
     descent.abandon()
     assert all(not rec.pins for rec in ledger.records.values())
     assert ledger[record].held
@@ -164,7 +169,7 @@ def test_until_then_what_is_not_on_the_way_may_go():
     descent.begin(last, 0)
     while (op := descent.next(0)) is not None and op.outputs != (7,):
         replay(ledger, op)
-        descent.ran()
+        done(descent)
     assert ledger[6].held and descent.wants(5)
     assert ledger[5].pins == 0
 
@@ -197,7 +202,7 @@ def test_a_hasty_walk_lets_go_of_what_it_has_read():
         let_go(ledger, {0})
         assert sum(rec.held for rec in ledger.records.values()) <= 5, "the first state, and one place"
         replay(ledger, op)
-        descent.ran()
+        done(descent)
     assert descent.abandon() == []
     assert all(not rec.pins for rec in ledger.records.values())
 
@@ -216,7 +221,7 @@ def test_a_step_that_ends_during_a_walk_leaves_nothing_pinned():
     descent.new_step()
     while (op := descent.next(0)) is not None:
         replay(ledger, op)
-        descent.ran()
+        done(descent)
     descent.abandon()
     assert all(not rec.pins for rec in ledger.records.values())
 
@@ -259,3 +264,24 @@ def test_a_walk_without_room_ends(graph):
     kept = {0} | {rec.id for rec in ledger.records.values() if rec.held}
     missing = len(ledger.missing_ops(record))
     assert walk_without_room(Descent(ledger), ledger, record, kept) <= (PATIENCE + 1) * missing
+
+
+def test_what_a_replay_has_spoiled_is_made_again_where_the_walk_runs_out_of_patience_then():
+    """The op that overwrites 1 is the one with which patience is at its end, and another one is still to read 1."""
+    ops = [an_op(10, [0], [1]), an_op(11, [1], [2], overwrites=(1,)), an_op(12, [1], [3]), an_op(13, [2, 3], [4])]
+    ledger = without(a_ledger([1] * 5, ops), 1, 2, 3, 4)
+    descent, ran = Descent(ledger), list[int]()
+    descent.begin(4, 0)
+    descent._patience = 2
+    while (op := descent.next(0)) is not None:
+        ran.append(op.id)
+        replay(ledger, op)
+        descent.ran()
+        if op.id == 11:
+            assert not ledger[1].pins
+            ledger.let_go(1)
+            ledger.gone(1)
+        descent.go_on()
+    assert ran == [10, 11, 10, 12, 13]
+    descent.abandon()
+    assert all(not rec.pins for rec in ledger.records.values())

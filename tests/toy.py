@@ -164,8 +164,7 @@ class Toy:
         self.encoded -= set(made)
         self.mine -= stolen
         self.replayed.append(op.outputs[0])
-        done += self._do(self.engine.replays.replayed(op, made))
-        return done + [instruction for record in stolen for instruction in self._do(self.engine.replays.stolen(record))]
+        return done + self._do(self.engine.replays.replayed(op, made, stolen))
 
     def _do(self, instructions: Iterable[Instruction]) -> list[Instruction]:
         self.engine.ledger.validate()

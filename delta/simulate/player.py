@@ -324,15 +324,9 @@ class Player:
         self.replay_ns += op.cost_ns
         if self.replay_ns > self._limit_ns:
             raise Thrash
-        self._do(engine.replays.replayed(op, made))
-        for source in stolen:
-            self._steal(source)
-
-    def _steal(self, record: int) -> None:
-        """A replay has written over the storage of an input that nobody will read again."""
-        self._do(self.engine.replays.stolen(record))
-        if self.machine.holds(record):
-            self._do(self._died(record))
+        self._do(engine.replays.replayed(op, made, stolen))
+        for source in filter(machine.holds, stolen):
+            self._do(self._died(source))
 
     def _ready(self, record: int) -> None:
         """Wait for the copy back, if the record is on its way."""
