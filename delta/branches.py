@@ -23,6 +23,7 @@ LEAST, MOST_ASTRAY = 3, 1 / 8
 # one that was, so many are recorded whole, each time twice as many, up to the `LONGEST`.
 OVERRUN, LONGEST = 8, 256
 WIDER = 16  # ... and after a way that is larger than all before: there may be a larger one
+ALIKE = 0.01  # what is no larger than by that is as large
 
 
 @dataclass(slots=True)
@@ -51,9 +52,10 @@ class Branching:
         self.wary = min(LONGEST, OVERRUN << self._overruns)
         self._overruns += 1
 
-    def widened(self) -> None:
-        """... that was larger than all that begin like it."""
-        self.wary = max(self.wary, WIDER)
+    def came(self, of_widest: float) -> None:
+        """... that saved so many times what the largest one does that begins like it."""
+        if of_widest > 1 + ALIKE:
+            self.wary = max(self.wary, WIDER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -504,8 +504,8 @@ class Learner:
             self.profiles.insert(0, profile)
             if not (self._left_midway and self._branching.on):  # else it has not gone by its plan from the start
                 self.revising.revise(profile, self._ended(outcome))
-        if 0 < self.widest_bytes < outcome.unevicted_peak_bytes:
-            self._branching.widened()
+        if self.widest_bytes:
+            self._branching.came(outcome.unevicted_peak_bytes / self.widest_bytes)
         if self._branching.on and self._left_midway and outcome.over:
             self._branching.overran()
         if profile is not None and self._branching.on:

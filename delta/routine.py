@@ -142,7 +142,7 @@ class Routine:
         sets = ((self.dropped, other.dropped), (self.read, other.read), (self.noted, other.noted))
         same = self.orders[:packs] == other.orders[:packs] and all(saved & a == saved & b for a, b in sets)
         if same:
-            self.calls = at
+            self.calls, self._asked = at, None
         return same
 
     @property

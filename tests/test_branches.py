@@ -96,12 +96,12 @@ class Loop(nn.Module):
         return head
 
 
-def train(ways: Iterable[int | None]) -> list[Tensor]:
+def train(ways: Iterable[int | None], device: str = "cpu") -> list[Tensor]:
     torch.manual_seed(0)
-    model, found = Loop(), list[Tensor]()
+    model, found = Loop().to(device), list[Tensor]()
     for times in ways:
         model.zero_grad()
-        loss = model(torch.randn(32, 16), times).square().mean()
+        loss = model(torch.randn(32, 16, device=device), times).square().mean()
         loss.backward()
         found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
     return found
@@ -144,15 +144,15 @@ def by_chance(steps: int, most: int = 6, seed: int = 0) -> list[int | None]:
 
 
 def evicting(ways: Iterable[int | None], limit: str, policy: str = "delta", device: str = "cpu") -> delta.Report:
-    ways = list(ways)
-    plain = train(ways)
+    ways, on = list(ways), "cuda" if device == "cuda" else "cpu"
+    plain = train(ways, on)
     chosen = delta.load_policy(policy, {"filter.min_bytes": 256})
     with delta.evict(activations=limit, policy=chosen, device=device) as run:
-        assert all(map(torch.equal, train(ways), plain))
+        assert all(map(torch.equal, train(ways, on), plain))
     return run.report()
 
 
-@pytest.mark.parametrize("device", ["cpu", "chaos"])
+@pytest.mark.parametrize("device", ["cpu", "chaos", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("policy", ["delta", "recompute", "swap"])
 @pytest.mark.parametrize("drops", [False, True], ids=["loops", "dropped layers"])
 def test_most_steps_follow_routines_once_the_ways_are_known(drops: bool, policy: str, device: str, seen: Seen) -> None:
@@ -222,12 +222,14 @@ def test_how_long_steps_are_recorded_after_one_that_was_over_its_limit() -> None
         branching.overran()
         found.append(branching.wary)
     assert found == [8, 16, 32, 64, 128, 256, 256, 256] and (OVERRUN, LONGEST) == (8, 256)
-    branching.widened()
+    branching.came(1.5)
     assert branching.wary == 256
     for _ in range(256):
         branching.ended(otherwise=False)
     assert branching.wary == 0
-    branching.widened()
+    branching.came(1.009)
+    assert branching.wary == 0
+    branching.came(1.02)
     assert branching.wary == WIDER
 
 
