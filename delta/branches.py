@@ -97,9 +97,11 @@ def done_by(trunk: Profile, fork: Fork, profile: Profile) -> dict[int, Action]:
     """What is done by the trunk's plan with what the other way saves before they part, or has made by then: by save
     order. What the trunk does not save is kept: nobody will know how to make it again."""
     assert trunk.plan is not None
-    made_at = _makers(trunk)
-    done = {made: trunk.plan.actions[order] for order, made in made_at.items()}
-    return {order: done.get(made, Action.KEEP) for order, made in _makers(profile).items() if made[0] < fork.calls}
+    actions, saved = trunk.plan.actions, len(set(profile.course.orders[: fork.packs]))
+    made_there = {made: actions[order] for order, made in _makers(trunk).items()}
+    made_here = {order: made for order, made in _makers(profile).items() if made[0] < fork.calls and order >= saved}
+    later = {order: made_there.get(made, Action.KEEP) for order, made in made_here.items()}
+    return dict(enumerate(actions[:saved])) | later
 
 
 def _makers(profile: Profile) -> dict[int, tuple[int, int]]:

@@ -57,6 +57,10 @@ class Profile:
     cramped: int = 0  # steps by this plan in which replays that nobody decides about found no room
     _bare: Bare | None = None
 
+    def went(self, graph: StepGraph, course: StepLog) -> None:
+        """A step of this kind was recorded: its graph, and its course."""
+        self.graph, self.course, self._bare = graph, course, None
+
     @property
     def bare(self) -> Bare:
         """The course without the calls that are for nothing that is saved."""

@@ -177,8 +177,8 @@ class Revising:
         if ended.recorded and profile.refined < REFINEMENTS:
             profile.refined += 1
             late = self.device_times is not None
-            known, profile.graph = profile.graph, refine(profile.graph, self._graph(ended.log), late)
-            profile.course, profile._bare = ended.log.course, None
+            known = profile.graph
+            profile.went(refine(known, self._graph(ended.log), late), ended.log.course)
             again = not exact or profile.graph.ops != known.ops
         rise_bytes, fall_bytes = _beside_moved(profile, ended)
         if rise_bytes > MOVED * limit_bytes and profile.tightened < TIGHTENINGS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import delta
 from delta.branches import LONGEST, OVERRUN, WIDER, Branching, Fork, done_by, fork_of, trunk_of
 from delta.learner import WATCHFUL, Learner
+from delta.planner.steplog import StepLog, build_graph
 from delta.profile import Profile
 from delta.revising import Outcome, Revising
 from delta.routine import Routine, Way
@@ -209,6 +210,21 @@ def test_what_leaves_all_known_ways_and_is_over_its_limit_has_the_next_steps_rec
     assert learner._branching.wary == (OVERRUN - 1 if wary else 0)
 
 
+@pytest.mark.parametrize(("branching", "left"), [(True, True), (True, False), (False, True)])
+def test_a_step_that_left_its_routine_says_nothing_of_the_plan_for_the_way_that_it_went(
+    branching: bool, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revised: list[Profile] = []
+    monkeypatch.setattr(Revising, "revise", lambda revising, profile, ended: revised.append(profile))
+    learner = Learner(Revising(0, None, plan_on=lambda *asked: None))
+    learner.profiles = [Profile((), build_graph(StepLog(), 0), 0, {}, 1.0)]
+    for _ in range(3):
+        learner._branching.ended(otherwise=branching)
+    learner._left_midway = left
+    learner.end(0, Outcome(peak_bytes=1, unevicted_peak_bytes=1, limit_bytes=1, evicted=False, forced={}))
+    assert revised == ([] if branching and left else learner.profiles)
+
+
 def test_after_a_larger_way_was_learned_so_are_the_next_ones(seen: Seen) -> None:
     known = by_chance(60, most=3)
     evicting([*known, *[5] * (1 + WATCHFUL), *known[:WIDER]], "20KiB")
@@ -281,11 +297,14 @@ def test_what_the_trunk_does_not_save_is_kept(ways: Callable[[int], Profile]) ->
     assert fork is not None and four.plan is not None
     done = done_by(four, fork, two)
     shared = len(set(two.course.orders[: fork.packs]))
-    assert [done.get(order) for order in range(1, shared)] == list(four.plan.actions[1:shared])
+    assert [done.get(order) for order in range(shared)] == list(four.plan.actions[:shared])
     assert max(done) >= shared - 1
-    other = done_by(four, Fork(len(two.bare.log.calls), fork.packs), two)
-    beyond = [order for order in other if order not in done]
-    assert beyond and all(other[order] is Action.KEEP or order < len(four.plan.actions) for order in beyond)
+    fewer = replace(four.graph, saved=four.graph.saved[:2])
+    plan = replace(four.plan, actions=(Action.SWAP, Action.SWAP))
+    trunk = Profile(four.signatures, fewer, 0, {}, 1.0, plan, course=four.course, _bare=four.bare)
+    found = done_by(trunk, Fork(fork.calls, 1), two)
+    assert found[0] is Action.SWAP and len(found) > 2
+    assert {found[order] for order in found if order > 1} == {Action.KEEP}
 
 
 def test_calls_for_nothing_that_is_saved_are_left_out(seen: Seen) -> None:
