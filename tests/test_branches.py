@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from test_learner import plan_of
 from torch import Tensor, nn
 
 import delta
 from delta.branches import LONGEST, OVERRUN, WIDER, Branching, Fork, done_by, fork_of, trunk_of
 from delta.learner import WATCHFUL, Learner
 from delta.planner.steplog import StepLog, build_graph
+from delta.planning import Planning
 from delta.profile import Profile
-from delta.revising import Outcome, Revising
+from delta.revising import Ended, Outcome, Revising
 from delta.routine import Routine, Way
 from delta.types import Action
 
@@ -305,6 +307,75 @@ def test_what_the_trunk_does_not_save_is_kept(ways: Callable[[int], Profile]) ->
     found = done_by(trunk, Fork(fork.calls, 1), two)
     assert found[0] is Action.SWAP and len(found) > 2
     assert {found[order] for order in found if order > 1} == {Action.KEEP}
+
+
+def ended(recorded: bool = False, followed: bool = False, strays: dict[int, Action] | None = None) -> Ended:
+    outcome = Outcome(
+        peak_bytes=1, unevicted_peak_bytes=1, limit_bytes=8192, evicted=True, forced={}, strays=strays or {}
+    )
+    return Ended(log=StepLog(), recorded=recorded, followed=followed, late=(), standing_bytes=0, outcome=outcome)
+
+
+def test_a_way_is_planned_anew_when_its_trunk_was(ways: Callable[[int], Profile], seen: Seen) -> None:
+    two, four = ways(2), ways(4)
+    assert seen.learner is not None and four.plan is not None
+    revising = seen.learner.revising
+    revising.align(two, seen.profiles, ended(recorded=True))
+    assert two.trunk is four and two.trunk_plan is four.plan
+    known = two.plan
+    revising.align(two, seen.profiles, ended())
+    assert two.plan is known
+    other = Action.KEEP if four.plan.actions[1] is not Action.KEEP else Action.RECOMPUTE
+    four.plan = replace(four.plan, actions=(four.plan.actions[0], other, *four.plan.actions[2:]))
+    revising.align(two, seen.profiles, ended())
+    assert two.plan is not None and two.plan is not known
+    assert two.plan.actions[1] is other and two.trunk_plan is four.plan
+
+
+def test_a_way_follows_its_routine_at_once_but_after_a_step_that_did_not_go_by_it(
+    ways: Callable[[int], Profile], seen: Seen
+) -> None:
+    two, revising = ways(2), seen.learner and seen.learner.revising
+    assert revising is not None
+    for step, follows in (
+        (ended(followed=True, strays={1: Action.SWAP}), False),
+        (ended(strays={1: Action.SWAP}), True),
+        (ended(followed=True), True),
+    ):
+        two.routine = None
+        revising.align(two, seen.profiles, step)
+        assert (two.routine is not None) == follows
+    revising.release(two, ended())
+    assert two.routine is None and not two.fixed and two.trunk is None
+
+
+def test_no_more_is_planned_to_go_if_what_the_trunk_does_is_enough(
+    ways: Callable[[int], Profile], seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, plan_on = ways(2), seen.learner and seen.learner.revising.plan_on
+    assert plan_on is not None
+    fixed = {1: Action.RECOMPUTE}
+    tight = plan_on(two.graph, 0, {}, fixed)
+    assert tight is not None and tight.actions[1] is Action.RECOMPUTE and len(set(tight.actions)) > 2
+    monkeypatch.setattr(Planning, "plan_once", None)
+    enough = plan_on(two.graph, 1 << 20, {}, fixed)
+    assert enough is not None
+    assert [order for order, action in enumerate(enough.actions) if action is not Action.KEEP] == [1]
+
+
+@pytest.mark.parametrize(("actions", "goes_on"), [([Action.SWAP] * 3, True), ([Action.ENCODE] * 3, False)])
+def test_what_has_been_saved_has_to_have_gone_the_same_way(actions: list[Action], goes_on: bool) -> None:
+    """Of either a routine knows only that more has to be done for it."""
+    learner = Learner(Revising(0, None, plan_on=lambda *asked: None))
+    for _ in range(3):
+        learner._branching.ended(otherwise=True)
+    graph = build_graph(StepLog(), 0)
+    expected = Profile((7, 8), graph, 0, {}, 1.0, plan_of([Action.SWAP] * 3), routine=after("ab", routine()))
+    other = Profile((7, 9), graph, 0, {}, 1.0, plan_of(actions), routine=routine("abxy"))
+    learner.profiles, learner.current, learner.routine = [expected, other], expected, expected.routine
+    learner.packs, learner.log.signatures, learner.log.saves = 1, [7], [0]
+    assert learner.swerve("x") == goes_on
+    assert learner.current is (other if goes_on else expected)
 
 
 def test_calls_for_nothing_that_is_saved_are_left_out(seen: Seen) -> None:
