@@ -28,6 +28,12 @@ pytestmark = [
 P, R, N = Way.PASS, Way.RECORD, Way.NOTE
 
 
+@pytest.fixture(autouse=True)
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A better plan, found beside the training in its own time, has its kind of step learned anew."""
+    monkeypatch.setattr(Planning, "open_task", None)
+
+
 # -- one routine for another -------------------------------------------------------------------------------------------
 def routine(calls: str = "abcd", ways: str = "prnp", aside: Iterable[object] | None = "", **more: object) -> Routine:
     taken = [{"p": P, "r": R, "n": N}[way] for way in ways]
@@ -161,7 +167,7 @@ def evicting(ways: Iterable[int | None], limit: str, policy: str = "delta", devi
 def test_most_steps_follow_routines_once_the_ways_are_known(drops: bool, policy: str, device: str, seen: Seen) -> None:
     ways = [None] * 90 if drops else by_chance(90)
     evicting(ways, "20KiB", policy, device)
-    assert sum(seen.followed[45:]) > 15, seen.followed  # better plans, found beside it, are learned anew
+    assert sum(seen.followed[45:]) > 15
     assert sum(seen.recorded[45:]) < 25
 
 
