@@ -20,9 +20,10 @@ class Row:
     waits for, on CUDA.
 
     Peaks: ``counted_peak_bytes`` of saved activations on the device, counted outside of Delta in the first step and in
-    a planned one, plain's with its largest batch, too; ``peak_allocated_bytes`` of all that was allocated, by CUDA's allocator in all steps before the timed
-    ones, by PyTorch's profiler in that planned step on a CPU; ``host_bytes`` of what was moved to the host; None where
-    they cannot be seen. ``host_time_ns``: what the host takes for forward and backward of a step, on CUDA.
+    a planned one, plain's with its largest batch, too; ``peak_allocated_bytes`` of all that was allocated, by CUDA's
+    allocator in all steps before the timed ones, by PyTorch's profiler in that planned step on a CPU; ``host_bytes`` of
+    what was moved to the host; None where they cannot be seen. ``host_time_ns``: what the host takes for forward and
+    backward of a step, on CUDA.
     ``floor_ratio``: the step time over plain's that this model and budget need at least. ``moved_bytes``: copies out
     and back, all steps.
     """
