@@ -174,7 +174,6 @@ class Learner:
             follows is not None and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != key)
         ):
             self._match()
-            self._otherwise |= follows is not None and self.current is not follows
             if self.routine is not None and self.current is not self._following:
                 self.leave_routine()
             if self.packs == 1:

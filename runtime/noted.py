@@ -179,7 +179,8 @@ class Noted:
         if first:
             if core.timeline.active:
                 core.emit("evicted", record=kept.record, nbytes=made.nbytes, action=str(Action.RECOMPUTE))
-            core.device.release(storage)  # autograd would have kept it: other streams may rely on that
+            with core.lock:  # the device may lock itself and run an op, for which the recorder wants the core
+                core.device.release(storage)  # autograd would have kept it: other streams may rely on that
             if engine.expected.short_for_next(order):
                 with core:
                     core.attached.look()  # what the program has let go of goes when its copy is whole

