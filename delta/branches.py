@@ -16,8 +16,8 @@ from itertools import takewhile
 from delta.profile import Profile
 from delta.types import Action
 
-# So many steps that left their routine midway, and so many of all, make a program one that goes several ways. Where it is
-# one step in sixteen, say, the others had better not do like that.
+# So many steps that left their routine midway, and so many of all, make a program one that goes several ways. Where it
+# is one step in sixteen, say, the others had better not do like that.
 LEAST, MOST_ASTRAY = 3, 1 / 8
 # What has passed by a routine has no recipe. So where a step leaves all that is known it may be over its limit: after
 # one that was, so many are recorded whole, each time twice as many, up to the `LONGEST`.
