@@ -266,10 +266,8 @@ class Engine:
 
     def swerve(self, call: object) -> Way | None:
         """A call has come that the routine does not expect. Its way, where the step goes on by another routine."""
-        routine = self.learner.routine
-        if routine is None or not self.learner.swerve(call):
-            return None
-        return self.learner.routine.way(call) if self.learner.routine is not None else None
+        routine = self.learner.swerve(call)
+        return routine.way(call) if routine is not None else None
 
     def unexpected(self) -> None:
         """A call was another than the routine expected. Before the first save that may be none of the step's own."""

@@ -212,7 +212,7 @@ class Learner:
         if not at or routine is None or profile is None:
             return -1
         if at >= len(routine.orders) or profile.signatures[at] != signature:
-            return self.expects(signature, nbytes) if self.swerve(signature=signature) else -1
+            return self.expects(signature, nbytes) if self.swerve(signature=signature) is not None else -1
         order = routine.orders[at]
         if order < 0 or not routine.most_bytes or self._may_take(nbytes - routine.most_bytes[order]):
             return order
@@ -297,18 +297,12 @@ class Learner:
         elif routine is not None and self.in_step:
             self.recorded = self._recorded_so_far
 
-    def swerve(self, call: object | None = None, signature: int | None = None) -> bool:
+    def swerve(self, call: object | None = None, signature: int | None = None) -> Routine | None:
         """Another call, or save, has come than the routine expects. If the step goes like another kind up to here and
-        on, and that one's routine has done the same so far, it goes on by that one."""
+        on, and that one's routine has done the same so far, it goes on by that one, which is returned."""
         left, current, log = self.routine, self.current, self.log
-        if (
-            left is None
-            or current is None
-            or current.plan is None
-            or not self._branching.on
-            or self.foretold is not None
-        ):
-            return False
+        if not self._branching.on or left is None or current is None or current.plan is None:
+            return None
         so_far = (*log.signatures, signature) if signature is not None else tuple(log.signatures)
         done = current.plan.actions[: len(log.saves)]
         for profile in self.profiles:
@@ -318,8 +312,8 @@ class Learner:
             if plan.actions[: len(done)] == done and routine.go_on_from(left, call, self.packs):
                 self.current = self._following = profile
                 self.mode, self.routine, self._otherwise = Mode.PLANNED, routine, True
-                return True
-        return False
+                return routine
+        return None
 
     def lose_track(self) -> None:
         """Some of what this step has saved is not known."""
@@ -490,9 +484,9 @@ class Learner:
             self._expect(None)
             return
         self._whole = max(0, self._whole - 1)
-        profile = self._profile_of_step()
+        profile, ended = self._profile_of_step(), self._ended(outcome)
         if profile is None and log.asked and (outcome.fitted or self.recorded):
-            profile = self.revising.new(self._ended(outcome))
+            profile = self.revising.new(ended)
             self.profiles.insert(0, profile)
             del self.profiles[KINDS:]
             self.missed, self._whole = False, 0
@@ -502,15 +496,15 @@ class Learner:
             self.profiles.remove(profile)
             self.profiles.insert(0, profile)
             if not (self._left_midway and self._branching.on):  # else it has not gone by its plan from the start
-                self.revising.revise(profile, self._ended(outcome))
+                self.revising.revise(profile, ended)
         if self.widest_bytes:
             self._branching.came(outcome.unevicted_peak_bytes / self.widest_bytes)
         if self._branching.on and self._left_midway and outcome.over:
             self._branching.overran()
         if profile is not None and self._branching.on:
-            self.revising.align(profile, self.profiles, self._ended(outcome))
+            self.revising.align(profile, self.profiles, ended)
         elif profile is not None:
-            self.revising.release(profile, self._ended(outcome))
+            self.revising.release(profile, ended)
         if self.sizes is not None and self.recorded and log.asked:
             self.sizes.learn(log, self._look.sizes, self.revising.replay_ns)
         self._expect(profile)

@@ -150,11 +150,6 @@ class Routine:
         """How long the call that `way` was last asked about takes, as far as it is known."""
         return self._costs_ns[self._asked] if self._asked is not None else None
 
-    @property
-    def makes_bytes(self) -> int:
-        """Of `made_bytes`, that of the same call."""
-        return self.made_bytes[self._asked] if self._asked is not None else 0
-
     def passed(self) -> None:
         """Nothing need be done for the call that `way` was last asked about, in this step or in later ones."""
         if self._asked is not None:

@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         routine, off, made_bytes = learner.routine, None, 0
         way = routine.way(func) if routine is not None else Way.RECORD
         if way is None:
-            with core:
+            with core.lock:  # nothing goes by it
                 way = core.engine.swerve(func)
             routine = learner.routine
         if way is None:
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
             if off is None and not (facts.writes or facts.seeded or facts.cudnn_chooses):
                 routine.passed()
             if core.stretches.off:
-                made_bytes = routine.makes_bytes
+                made_bytes = routine.made_bytes[routine.calls - 1]
         return self._let_pass(func, facts, args, kwargs, facts.writes, made_bytes=made_bytes)
 
     def _let_pass(

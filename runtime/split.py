@@ -93,7 +93,8 @@ class _Split(TorchDispatchMode):
         handle.done()
         storage = value.untyped_storage()
         if sys.getrefcount(storage) == _ONE_NAME and sole_owner(storage, tensors=1) and storage.resizable():
-            core.device.release(storage, tensors=1)
+            with core.lock:  # as in `Noted.pack`
+                core.device.release(storage, tensors=1)
             storage.resize_(0)
             core.storages.emptied(storage)
 

@@ -8,6 +8,7 @@ from toy import LINK, Toy
 
 from delta import room
 from delta.budget import Budget
+from delta.descent import Descent
 from delta.engine import Engine
 from delta.errors import BudgetError
 from delta.keeping import Kept
@@ -725,6 +726,28 @@ def test_what_a_replay_may_overwrite_without_a_copy():
     assert toy.engine.replays.stealable(last) == {2}
     toy.engine.ledger[2].pins += 1  # somebody else reads it as well
     assert toy.engine.replays.stealable(last) == frozenset()
+
+
+def test_what_a_replay_has_overwritten_has_gone_before_the_walk_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its patience ends there, the walk pins what it is still to read, and that has to be made again."""
+    toy, there = Toy(10_000, RECOMPUTE), list[bool]()
+    go_on = Descent.go_on
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.overwrite(1, 2, [1], 100)
+    toy.save(2, 30)
+    toy.let_go(2)
+    toy._do(toy.engine.rescue(40))
+    walk = toy.engine.replays.descend(2, 50)
+
+    def noting(descent: Descent) -> None:
+        there.append(1 in toy.engine.ledger and toy.engine.ledger[1].held)
+        go_on(descent)
+
+    monkeypatch.setattr(Descent, "go_on", noting)
+    while (op := walk.next(50)) is not None:
+        toy._replay(op)
+    assert there == [True, False]
 
 
 # -- the host tier fails ----------------------------------------------------------------------------------------------

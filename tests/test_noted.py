@@ -33,6 +33,7 @@ from delta.revising import Revising
 from delta.routine import noted_ops
 from delta.runtime import batch_norm
 from delta.runtime.core import Core
+from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.made_again import MadeAgain
 from delta.runtime.note import Made, Note, NotedTensor
 from delta.runtime.recorder import Recorder
@@ -191,6 +192,23 @@ def nothing_left(core: Core) -> None:
         core.hear()
     assert (counted(core), ledger.handles, ledger.resident_bytes, ledger.unevicted_bytes) == (0, 0, 0, 0)
     assert not keeping.noted and not keeping.lingering and not noted.readers and not noted.made
+
+
+def test_the_device_lets_go_within_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that locks itself runs an op then, for which the recorder wants the core; the daemon, which is in there, may
+    wait for the device."""
+    owned: list[bool] = []
+    net, release = fresh("cpu"), CpuDevice.release
+    with steady(net, "recompute", "cpu") as core:
+
+        def spy(device: CpuDevice, storage: torch.UntypedStorage, tensors: int = 0) -> None:
+            owned.append(core.lock._is_owned())  # type: ignore[attr-defined]
+            release(device, storage, tensors)
+
+        monkeypatch.setattr(CpuDevice, "release", spy)
+        loss = loss_of(net)
+        assert core.engine.keeping.noted and owned and all(owned)
+        loss.backward()
 
 
 @pytest.mark.parametrize("device", ["cpu", "chaos:3", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -74,17 +74,17 @@ def test_rows_come_after_the_timed_steps_in_turns_with_plain_ones(noting: type[N
 def test_plain_is_counted_with_its_largest_batch() -> None:
     """Steps of other lengths may need more than those that are counted beside it."""
     sizes = {"batch": 1, "seq": 16, "layers": 1, "width": 8, "heads": 2, "vocabulary": 8}
-    varied = spec(model="gpt-varied", sizes=sizes)
+    varied = spec(model="gpt-varied", sizes=sizes, seed=4)  # the first batch is the shortest
     trainer = Trainer(varied)
-    lengths = [trainer._task.batch(index)[0].numel() for index in range(1, 7)]
+    lengths = [trainer._task.batch(index)[0].numel() for index in range(6)]
     longest = lengths.index(max(lengths))
-    *steps, end = converse(varied, *({"do": "step", "index": i, "count": True} for i in range(1, 7)), {"do": "finish"})
+    *steps, end = converse(varied, *({"do": "step", "index": i, "count": True} for i in range(6)), {"do": "finish"})
     counted = [step["counted_peak_bytes"] for step in steps]
     assert longest > 0 and counted[longest] > counted[0]
     assert end["counted_peak_bytes"] == counted[longest]
     found = Trained(steps=[*steps, *steps], end=end)
     assert found.counted_peak_bytes == counted[longest]
-    *_, end = converse(varied, {"do": "row", "index": 1, "steps": 6}, {"do": "finish"})
+    *_, end = converse(varied, {"do": "row", "index": 0, "steps": 6}, {"do": "finish"})
     assert end["counted_peak_bytes"] == counted[longest]
 
 

@@ -371,17 +371,22 @@ def test_only_a_policy_that_says_so_splits(emptied: list[int]) -> None:
 def test_the_device_hears_of_the_bytes_that_nobody_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a budget of resident bytes it returns the pages at once."""
     found: list[int] = []
+    owned: list[bool] = []
     release = CpuDevice.release
-
-    def spy(device: CpuDevice, storage: torch.UntypedStorage, tensors: int = 0) -> None:
-        found.append(tensors)
-        release(device, storage, tensors)
-
-    monkeypatch.setattr(CpuDevice, "release", spy)
     model = Net()
-    with delta.evict(model, activations="0%", policy=policy(), device="cpu"):
+    with delta.evict(model, activations="0%", policy=policy(), device="cpu") as run:
+        core = run._core
+        assert core is not None
+
+        def spy(device: CpuDevice, storage: torch.UntypedStorage, tensors: int = 0) -> None:
+            found.append(tensors)
+            owned.append(core.lock._is_owned())  # type: ignore[attr-defined]
+            release(device, storage, tensors)
+
+        monkeypatch.setattr(CpuDevice, "release", spy)
         model(picture()).mean().backward()
     assert found.count(1) == 2
+    assert all(owned), "the daemon, in the core, may wait for a device that locks itself"
 
 
 def test_a_storage_with_a_tensor_is_its_owner_s_where_that_is_counted() -> None:
