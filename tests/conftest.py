@@ -49,7 +49,7 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """No test leaves a thread, an open spill file or pinned memory behind."""
+    """No test leaves a thread, an open spill file, pinned memory or another setting of the process behind."""
     before = Snapshot.take()
     yield
     leaks = before.leaks()

@@ -1,4 +1,4 @@
-"""What a test leaves behind: threads, open spill files, pinned host memory."""
+"""What a test leaves behind: threads, open spill files, pinned host memory, settings of the process."""
 
 import gc
 import os
@@ -37,6 +37,21 @@ def _slab_bytes() -> int:
     return host.live_slab_bytes() if host else 0
 
 
+def _settings() -> dict[str, object]:
+    """What the process is set to, and a later test would find. Empty where torch is not imported yet."""
+    torch, cudnn = sys.modules.get("torch"), sys.modules.get("delta.runtime.cudnn")
+    found: dict[str, object] = {"cuDNN has fallen back": cudnn is not None and cudnn.fell_back()}
+    if torch is not None:
+        found |= {
+            "threads": torch.get_num_threads(),
+            "default dtype": torch.get_default_dtype(),
+            "gradients": torch.is_grad_enabled(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "cuDNN searches": torch.backends.cudnn.benchmark,
+        }
+    return found
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The state before a test."""
@@ -44,10 +59,11 @@ class Snapshot:
     threads: set[threading.Thread]
     open_files: set[str]
     slab_bytes: int
+    settings: dict[str, object]
 
     @classmethod
     def take(cls) -> "Snapshot":
-        return cls(_threads(), _open_files(), _slab_bytes())
+        return cls(_threads(), _open_files(), _slab_bytes(), _settings())
 
     def leaks(self, patience_s: float = PATIENCE_S) -> list[str]:
         """What is there now and was not before, after waiting a while for it to go."""
@@ -58,6 +74,11 @@ class Snapshot:
         found += _open_files() - self.open_files
         if _slab_bytes() > self.slab_bytes:
             found.append(f"{_slab_bytes() - self.slab_bytes} bytes of pinned host memory")
+        found += [
+            f"{name}: {now}, was {self.settings[name]}"
+            for name, now in _settings().items()
+            if self.settings.get(name, now) != now
+        ]
         return found
 
 

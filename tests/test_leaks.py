@@ -4,6 +4,7 @@ import sys
 import threading
 import types
 
+import torch
 from leaks import Snapshot, files_left
 
 
@@ -42,6 +43,12 @@ def test_pinned_memory_is_seen(monkeypatch):
     live = before.slab_bytes + 4096
     monkeypatch.setitem(sys.modules, "delta.runtime.host", types.SimpleNamespace(live_slab_bytes=lambda: live))
     assert before.leaks(patience_s=0) == ["4096 bytes of pinned host memory"]
+
+
+def test_another_setting_is_seen(one_thread):
+    before = Snapshot.take()
+    torch.set_num_threads(2)
+    assert before.leaks(patience_s=0) == ["threads: 2, was 1"]
 
 
 def test_a_thread_that_ends_in_time_is_no_leak():

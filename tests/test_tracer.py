@@ -380,6 +380,7 @@ def test_a_convolution_for_which_cudnn_may_choose_otherwise_is_not_replayable(
     searches: bool, refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = itertools.count(step=refused)
+    monkeypatch.setattr("delta.runtime.cudnn._fell_back", threading.Event())
     monkeypatch.setattr(torch._C, "_get_cudnn_benchmark", lambda: searches)
     weight = nn.Parameter(torch.ones(3, 2, 3, 3))
     with delta.evict(trace=tmp_path / "step.jsonl", device="cpu") as run:
