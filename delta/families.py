@@ -177,6 +177,13 @@ class FamilyLearner(Learner):
         return course if selective and course is not None and course.steps >= self.options.observe else None
 
     # -- its end --------------------------------------------------------------------------------------------------
+    def _forget_steps(self) -> None:
+        super(FamilyLearner, self)._forget_steps()
+        self.families.clear()
+        self._plans.clear()
+        self._courses.clear()
+        self._family = self._expected = self._begun = None
+
     def _learn(self, outcome: Outcome) -> None:
         family, expected = self._family, self._expected
         self._went()

@@ -166,7 +166,7 @@ class Learner:
             self.widest_bytes = self._widest(signature) if self._branching.on else 0
         key = self._key(signature, look)
         self.log.signatures.append(key)
-        self.log.structures.append(look.structure)
+        self.log.structures.append(look.structure if look is not ANY_LOOK else signature)  # all that is known of it
         self.log.calls_at.append(len(self.log.calls))
         self.packs += 1
         follows = self.current
@@ -289,6 +289,8 @@ class Learner:
     def leave_routine(self) -> None:
         """The step goes otherwise: it is recorded from here on."""
         routine, self.routine = self.routine, None
+        if routine is not None and self.packs and self.current is self._following and routine.lacks_data:
+            self.revising.data.differs()
         self._otherwise |= routine is not None and self.packs > 1
         if self.alone:  # which nobody has told of
             self._give_up()
@@ -470,8 +472,19 @@ class Learner:
         """The last handle died. Learns from the step and plans the next one like it."""
         if not self.given_up:
             self.log.end_ns = now_ns - (self.began_ns or 0)
+            if self.recorded and self.log.asked:
+                self.revising.data.saw(self.log)
+            if self.revising.data.turned():
+                self._forget_steps()
             self._learn(outcome)
         self._reset()
+
+    def _forget_steps(self) -> None:
+        """Of what is known of steps nothing is true any more."""
+        self.profiles.clear()
+        self._following = self._before = self.current = self.foretold = None
+        if self.sizes is not None:
+            self.sizes.forget()
 
     def _learn(self, outcome: Outcome) -> None:
         log = self.log

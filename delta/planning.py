@@ -160,5 +160,5 @@ def learner_for(policy: Policy, budget: Budget, planning: Planning, announced: b
         return planning.learner
     planning.learner = learner = Learner(revising)
     if kind == "profile" and revising.selective and not announced:
-        learner.sizes = Sizes(min_bytes, planning.plan_once, budget.limit_bytes, revising.aim)
+        learner.sizes = Sizes(min_bytes, planning.plan_once, budget.limit_bytes, revising.aim, revising.data)
     return learner

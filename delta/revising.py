@@ -11,6 +11,7 @@ from delta.branches import done_by, trunk_of
 from delta.headroom import Beside
 from delta.planner.common import keep_common
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
+from delta.prepared import Preparation
 from delta.profile import CRAMPED, MOVED, REFINEMENTS, ROOMIER, TIGHTENINGS, TIGHTEST, Profile, refine, with_beside
 from delta.routine import Routine, routine_of
 from delta.types import Action
@@ -76,6 +77,7 @@ class Revising:
     amend: Amend | None = None  # a plan, so that some more go as planned
     plan_on: PlanOn | None = None  # ... that does what another one does
     device_times: Callable[[StepLog], StepTimes] | None = None  # of a step, where the host works ahead of the device
+    data: Preparation = field(default_factory=Preparation)
 
     def new(self, ended: Ended) -> Profile:
         """What is known of a kind of step after the first one."""
@@ -140,7 +142,7 @@ class Revising:
         """The step that has ended."""
         if self.device_times is not None:
             log.timed(self.device_times(log))
-        return build_graph(log, self.min_bytes, self.replay_ns)
+        return build_graph(self.data.given(log), self.min_bytes, self.replay_ns)
 
     def _graph(self, log: StepLog) -> StepGraph:
         """... with what stays in it for the sake of replays. Where no routine is followed, nothing does."""

@@ -119,6 +119,11 @@ class Routine:
     def begun(self) -> bool:
         return self.calls > 0
 
+    @property
+    def lacks_data(self) -> bool:
+        """Whether something has not come that has to before the first save."""
+        return not self._optional.issuperset(range(self.calls, self._before))
+
     def way(self, call: object) -> Way | None:
         """The way of the next call; None where another one was expected."""
         at = self.calls
@@ -228,10 +233,11 @@ class Bare:
 
 def bare(course: StepLog, graph: StepGraph) -> Bare:
     """Without what is called for nothing that is saved, wherever it is: to draw a number, say, by which a layer is left
-    out."""
+    out. Before the first save without any that need not come there."""
     makers = _makers_of(graph, graph.saved)
     needed = {call for call, op in course.calls if op < 0 or op in makers}
-    kept = [call in needed for call, _ in course.calls]
+    may_stay_away = set(_optional(course.calls[: course.calls_before], graph))
+    kept = [call in needed and at not in may_stay_away for at, (call, _) in enumerate(course.calls)]
     before = [0, *accumulate(kept)]  # by number of calls: of them, those that are left
     log = replace(
         course,

@@ -22,6 +22,7 @@ from delta.planner.estimate import Dims
 from delta.planner.family import SAMPLES, kept_ops
 from delta.planner.loose import LooseFamily
 from delta.planner.steplog import StepGraph, StepLog, build_graph
+from delta.prepared import Preparation
 from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile
 from delta.revising import MakePlan
 from delta.routine import Routine, routine_of
@@ -108,8 +109,9 @@ class Foretold(NamedTuple):
 class Sizes:
     """The programs that are known. `limit`: the limit in bytes, given the unevicted peak of a step."""
 
-    def __init__(self, min_bytes: int, make_plan: MakePlan, limit: Limit, aim: float) -> None:
+    def __init__(self, min_bytes: int, make_plan: MakePlan, limit: Limit, aim: float, data: Preparation) -> None:
         self._min_bytes, self._make_plan, self._limit, self._aim = min_bytes, make_plan, limit, aim
+        self._data = data
         self._programs: list[Program] = []  # used last first
         self.ready = False  # some step may be foretold
 
@@ -140,6 +142,10 @@ class Sizes:
                 program.saw(dims)
         self._use(program)
 
+    def forget(self) -> None:
+        """What is known of no step any more."""
+        self._programs, self.ready = [], False
+
     def _program(self, structure: tuple[int, ...]) -> Program | None:
         return next((known for known in self._programs if known.structure == structure), None)
 
@@ -167,7 +173,7 @@ class Sizes:
             program.logs.clear()
 
     def _graph(self, log: StepLog, replay_ns: int) -> StepGraph:
-        return build_graph(with_small_needs(log), self._min_bytes, replay_ns)
+        return build_graph(self._data.given(with_small_needs(log)), self._min_bytes, replay_ns)
 
     # -- foretelling --------------------------------------------------------------------------------------------------
     def foretell(self, look: Look, standing_bytes: int) -> Foretold | None:

@@ -29,7 +29,7 @@ class Run:
         self.asked: list[tuple[StepGraph, int]] = []
         self.limit: Callable[[int], int] = (lambda peak: int(share * peak)) if share else (lambda peak: limit)
         self.learner = Learner(Revising(least, self._plan, aim=1.0))
-        self.sizes = self.learner.sizes = Sizes(least, self._plan, self.limit, 1.0)
+        self.sizes = self.learner.sizes = Sizes(least, self._plan, self.limit, 1.0, self.learner.revising.data)
         self.least = least
 
     def _plan(self, graph: StepGraph, limit_bytes: int, forced: Any) -> Plan:

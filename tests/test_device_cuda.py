@@ -24,7 +24,8 @@ MIB = 2**20
 
 
 @pytest.fixture
-def card() -> SimulatedCard:
+def card(monkeypatch: pytest.MonkeyPatch) -> SimulatedCard:
+    monkeypatch.setattr("delta.runtime.cudnn._fell_back", Event())
     return SimulatedCard()
 
 
@@ -415,11 +416,8 @@ def test_what_cannot_be_given_back_is_not_tried_again_at_each_look(card: Simulat
     device.close()
 
 
-def test_with_another_allocator_there_is_no_budget_and_no_convolution_is_replayed(
-    card: SimulatedCard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_another_allocator_there_is_no_budget_and_no_convolution_is_replayed(card: SimulatedCard) -> None:
     """It would not say what is in use, nor what it refuses."""
-    monkeypatch.setattr("delta.runtime.cudnn._fell_back", Event())
     CudaDevice(card, HostConfig()).close()
     assert not cudnn.fell_back()
     card.own_allocator = False

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from logs import random_net
 from models import CASES, train
 
@@ -45,9 +44,9 @@ def example(tmp_path):
     return tmp_path / "every-third.yaml"
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
 def test_the_example_trains_to_the_same_bits(name, example):
-    torch.set_num_threads(1)
     policy = delta.load_policy(example, {"filter.min_bytes": 0})
     with delta.evict(activations="60%", policy=policy) as run:
         evicted = train(CASES[name], 3)
