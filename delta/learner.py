@@ -518,8 +518,8 @@ class Learner:
             self.revising.align(profile, self.profiles, ended)
         elif profile is not None:
             self.revising.release(profile, ended)
-        if self.sizes is not None and self.recorded and log.asked:
-            self.sizes.learn(log, self._look.sizes, self.revising.replay_ns)
+        if self.sizes is not None and self.recorded and log.asked and profile is not None:
+            self.sizes.learn(log, self._look.sizes, self.revising.replay_ns, profile, held=not outcome.over)
         self._expect(profile)
 
     def _ended(self, outcome: Outcome) -> Ended:

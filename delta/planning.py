@@ -6,7 +6,7 @@ A planner that answers in milliseconds is asked between two steps. Where a longe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,11 +17,14 @@ from delta.families import FamilyLearner
 from delta.learner import Learner
 from delta.parts import SHIPPED_PLANNERS
 from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
-from delta.planner.assemble import plan_of
+from delta.planner.assemble import best, plan_of
 from delta.planner.choices import obeyed_rules
+from delta.profile import Profile
 from delta.revising import AIM, Revising
 from delta.sizes import Sizes
 from delta.types import Action, Link
+
+OPEN = 4  # tasks at most, those planned last
 
 
 class _Open(NamedTuple):
@@ -61,12 +64,23 @@ class Planning:
         task = self._task(graph, limit_bytes, forced)
         plan = self._ask(task)
         if plan is not None and self._kind in BESIDE and not self._announced and not plan.idle:
-            self._open = [*(other for other in self._open if other.task.graph is not graph), _Open(task, aim_bytes)]
+            others = [other for other in self._open if other.task.graph is not graph]
+            self._open = [*others, _Open(task, aim_bytes)][-OPEN:]
         return plan
 
     def plan_once(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan | None:
         """The same for a step that may not come again, with nothing held open. The limit is that for activations."""
         return self._ask(self._task(graph, limit_bytes, forced))
+
+    def plan_like(self, graph: StepGraph, limit_bytes: int, known: Iterable[Sequence[Action]]) -> Plan | None:
+        """... or a better one, with the actions of a plan that is `known` of a step that differs in its sizes only."""
+        task = self._task(graph, limit_bytes, {})
+        made = self._ask(task)
+        if made is None or made.idle:
+            return made
+        may_go = [graph.nodes[node].evictable for node in graph.saved]
+        others = ([action if may else Action.KEEP for action, may in zip(each, may_go, strict=True)] for each in known)
+        return best(task, [made, *(plan_of(graph, self._link, actions) for actions in others)])
 
     def plan_on(
         self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action], fixed: Mapping[int, Action]
@@ -123,13 +137,15 @@ class Planning:
         return FEEDBACK[self._kind](plan, graph, self._link, late)
 
     @property
-    def open_task(self) -> Task | None:
-        """What a longer search may find a better plan for, outside of the engine; None if nothing is open.
+    def open_tasks(self) -> list[Task]:
+        """What a longer search may find a better plan for, outside of the engine, planned last first.
 
-        The same task as long as it is worth the search: once its kind of step has been planned anew, it is not."""
-        while self._open and self.learner.planned_as(self._open[-1].task.graph, self._open[-1].aim_bytes) is None:
-            self._open.pop()
-        return self._open[-1].task if self._open else None
+        A task is the same as long as it is worth the search: once its kind of step has been planned anew, it is not."""
+        self._open = [each for each in self._open if self._profile_for(each) is not None]
+        return [each.task for each in reversed(self._open)]
+
+    def _profile_for(self, each: _Open) -> Profile | None:
+        return self.learner.planned_as(each.task.graph, each.aim_bytes)
 
     def search_ended(self, task: Task, plan: Plan | None) -> None:
         """The search for an open task is over. A plan it found is followed from the next step on.
@@ -137,7 +153,7 @@ class Planning:
         To be told between two steps. An answer to what is not asked any more is left."""
         ended = [each for each in self._open if each.task is task]
         self._open = [each for each in self._open if each.task is not task]
-        profile = self.learner.planned_as(task.graph, ended[0].aim_bytes) if ended else None
+        profile = self._profile_for(ended[0]) if ended else None
         if profile is not None and plan is not None:
             self.learner.follow(profile, plan)
 
@@ -160,5 +176,5 @@ def learner_for(policy: Policy, budget: Budget, planning: Planning, announced: b
         return planning.learner
     planning.learner = learner = Learner(revising)
     if kind == "profile" and revising.selective and not announced:
-        learner.sizes = Sizes(min_bytes, planning.plan_once, budget.limit_bytes, revising.aim, revising.data)
+        learner.sizes = Sizes(min_bytes, planning.plan_like, budget.limit_bytes, revising.aim, revising.data)
     return learner

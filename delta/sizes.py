@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,17 +21,17 @@ from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
 from delta.planner.family import SAMPLES, kept_ops
 from delta.planner.loose import LooseFamily
-from delta.planner.steplog import StepGraph, StepLog, build_graph
+from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
 from delta.prepared import Preparation
 from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile
-from delta.revising import MakePlan
 from delta.routine import Routine, routine_of
-from delta.types import Look
+from delta.types import Action, Look
 from delta.units import Share
 
 OBSERVED = 3  # sizes of one structure that are recorded before others are foretold
 PROGRAMS = 8  # structures remembered, the one used longest ago forgotten first
 PLANS = 256  # ... and plans of each
+PROFILES = 4  # of its steps that were recorded last, whose plans are tried at other sizes
 ROUNDING = Share(0.05)  # a plan serves sizes that are smaller by at most this
 ROUNDED = 1.2  # ... and lets go of nothing that may be too small to be evicted then: (1 / 0.95) ** 3, of b * t ** 2
 # A program is learned anew, from twice as many sizes, once so many steps and this share of all went otherwise.
@@ -41,11 +41,16 @@ VAGUE = 1.1  # ... and what it saves is known this well: the most over the least
 LOOSE = 1.5  # ... or this well, where data decide what it is
 # ... and its size is none that comes so often, of all steps: that is worth a plan and a routine of its own.
 COMMON, COMMON_SHARE = 16, 1 / 10
+# A plan may be over the limit by so much of it, since more is taken for a limit that was missed; and by any number of
+# bytes where so many steps running were over it that were recorded.
+TOLERATED, HOPELESS = 0.01, 3
 # Of the limit, plans leave this for storages that are larger than foretold, where data decide what they take, and by so
 # much they may be larger, all together, at any moment: what one expert has more of, another one has less.
 SPARE, EXCESS = 0.05, 0.15
 
 Limit = Callable[[int], int | None]
+Actions = tuple[Action, ...]  # by save order
+PlanLike = Callable[[StepGraph, int, Iterable[Actions]], Plan | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +69,9 @@ class Program:
     came: Counter[Dims] = field(default_factory=Counter)  # since it was known
     steps: int = 0  # that were foretold
     otherwise: int = 0  # ... and went otherwise
+    profiles: list[Profile] = field(default_factory=list)  # of steps that were recorded, the last ones
+    known: tuple[Actions, ...] = ()  # of their plans; those for other sizes may be the same
+    missed: int = 0  # the last ones that were over their limit
 
     @property
     def sizes(self) -> Collection[Dims]:
@@ -74,10 +82,22 @@ class Program:
         """Whether a step that was recorded is unlike all that are known, in its size or its bytes."""
         return all(size != dims or _saved_bytes(known) != _saved_bytes(log) for size, known in self.logs)
 
-    def saw(self, dims: Dims) -> None:
-        """A step of that size was recorded."""
+    def saw(self, dims: Dims, profile: Profile, held: bool) -> None:
+        """A step of that size was recorded. `held`: its limit was."""
         self.most = tuple(map(max, self.most, dims)) if self.most else dims
         self.most_numel = max(self.most_numel, math.prod(dims))
+        self.profiles = [*(other for other in self.profiles if other is not profile), profile][-PROFILES:]
+        self.missed = 0 if held else self.missed + 1
+
+    def heed(self) -> tuple[Actions, ...]:
+        """What the plans of its recorded steps do. If a better one has been found for one of these since the last time,
+        those for other sizes are made anew."""
+        plans = (profile.plan for profile in self.profiles)
+        known = tuple(dict.fromkeys(plan.actions for plan in plans if plan is not None and not plan.idle))
+        if known != self.known:
+            self.known = known
+            self.plans.clear()
+        return known
 
     def reaches(self, dims: Dims) -> bool:
         """Whether it is not larger than all that was recorded. Where it is, something else may be done than ever
@@ -109,23 +129,24 @@ class Foretold(NamedTuple):
 class Sizes:
     """The programs that are known. `limit`: the limit in bytes, given the unevicted peak of a step."""
 
-    def __init__(self, min_bytes: int, make_plan: MakePlan, limit: Limit, aim: float, data: Preparation) -> None:
-        self._min_bytes, self._make_plan, self._limit, self._aim = min_bytes, make_plan, limit, aim
+    def __init__(self, min_bytes: int, plan_like: PlanLike, limit: Limit, aim: float, data: Preparation) -> None:
+        self._min_bytes, self._plan_like, self._limit, self._aim = min_bytes, plan_like, limit, aim
         self._data = data
         self._programs: list[Program] = []  # used last first
         self.ready = False  # some step may be foretold
 
     # -- learning ---------------------------------------------------------------------------------------------------
-    def learn(self, log: StepLog, dims: Dims, replay_ns: int) -> None:
+    def learn(self, log: StepLog, dims: Dims, replay_ns: int, profile: Profile, held: bool) -> None:
         """A step was recorded from its first op to its last release; `dims` are those of the first tensor it saved.
-        `replay_ns`: what a replay takes beside the op's own time."""
+        `replay_ns`: what a replay takes beside the op's own time. `profile`: what is known of its kind; `held`: whether
+        it was within its limit."""
         if any(log.needs_before) or len(log.structures) != len(log.signatures) or not dims:
             return
         if any(saves < len(log.saves) for _, _, saves in log.asked_small):
             return  # backward begins before forward has ended
         structure = tuple(log.structures)
         program = self._program(structure) or Program(structure, self._aim)
-        program.saw(dims)
+        program.saw(dims, profile, held)
         if program.family is None:
             if len(program.logs) < SAMPLES and program.is_new(dims, log):
                 program.logs.append((dims, log))
@@ -139,7 +160,7 @@ class Sizes:
                 program.plans.clear()
             else:
                 program = Program(structure, self._aim, [(dims, log)], program.wanted)
-                program.saw(dims)
+                program.saw(dims, profile, held)
         self._use(program)
 
     def forget(self) -> None:
@@ -197,19 +218,21 @@ class Sizes:
             return None
         room_bytes = max(0, limit_bytes - standing_bytes - (int(SPARE * limit_bytes) if loose else 0))
         profile = self._profile(program, family, look.sizes, room_bytes)
-        if profile is None or (loose and not _holds(profile, room_bytes)):
-            return None
+        at_most_bytes = room_bytes if loose else room_bytes + int(TOLERATED * limit_bytes)
+        held = loose or program.missed < HOPELESS
+        if profile is None or (held and not _holds(profile, at_most_bytes)):
+            return None  # in a step that is recorded more can be done for the limit
         return Foretold(program, profile, peak_bytes, int(EXCESS * limit_bytes) if loose else None)
 
     def _profile(self, program: Program, family: LooseFamily, dims: Dims, limit_bytes: int) -> Profile | None:
         """... for the size rounded up, as it was made before if it fits."""
-        size = family.rounded(dims, ROUNDING)
+        size, others = family.rounded(dims, ROUNDING), program.heed()
         known = program.plans.get(size)
         if known is not None and _serves(known, limit_bytes):
             return known
         graph = keep_common(family.graph(size))
         aim_bytes = int(max(0, limit_bytes - graph.common_bytes) * program.aim)
-        plan = self._make_plan(graph, aim_bytes, {})
+        plan = self._plan_like(graph, aim_bytes, [each for each in others if len(each) == len(graph.saved)])
         if plan is None:
             return None
         made = Profile(program.structure, graph, 0, {}, program.aim, plan, planned_for_bytes=limit_bytes)
@@ -224,7 +247,8 @@ class Sizes:
         """A step that was foretold has ended. `as_told`: its calls and saves were those foretold."""
         program, profile = foretold.program, foretold.profile
         self._went(program, as_told)
-        if limit_bytes is not None and peak_bytes > limit_bytes and program.aim > TIGHTEST:
+        forecast_held = _holds(profile, profile.planned_for_bytes)
+        if limit_bytes is not None and peak_bytes > limit_bytes and program.aim > TIGHTEST and forecast_held:
             program.aim = max(TIGHTEST, program.aim * limit_bytes / peak_bytes)
             program.plans.clear()
         elif profile.cramped >= CRAMPED and profile.routine is not None and profile.routine.noted:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from tempfile import TemporaryFile
 
@@ -26,25 +27,25 @@ class PlanningAside:
     def __init__(self, planning: Planning) -> None:
         self._planning = planning
         self._search: _Search | None = None
-        self._seen: Task | None = None
+        self._seen: list[Task] = []
         self._closed = False
 
     def step_begins(self) -> None:
         """Take the plan that has been found; see to it that what is open is searched."""
         if self._closed:
             return
-        task = self._planning.open_task
-        if self._search is not None and self._search.task is not task:
+        tasks, search = self._planning.open_tasks, self._search
+        if search is not None and not _among(tasks, search.task):
             self._stop()
-        if (search := self._search) is not None and search.ended:
+        elif search is not None and search.ended:
             plan = search.plan()
             self._stop()
             self._planning.search_ended(search.task, plan)
-            task = self._planning.open_task
+            tasks = self._planning.open_tasks
         # A new task is let alone for a step: after the first ones op times are still refined, and planned for anew.
-        if self._search is None and task is not None and task is self._seen:
+        if self._search is None and (task := next((task for task in tasks if _among(self._seen, task)), None)):
             self._start(task)
-        self._seen = task
+        self._seen = tasks
 
     def wait(self) -> None:
         """Until a search under way has ended, for who compares times. Its plan is taken when the next step begins."""
@@ -66,6 +67,10 @@ class PlanningAside:
         search, self._search = self._search, None
         if search is not None:
             search.stop()
+
+
+def _among(tasks: Iterable[Task], one: Task) -> bool:
+    return any(task is one for task in tasks)
 
 
 class _Search:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from sys import intern
 from typing import Any
 
@@ -14,7 +15,7 @@ from delta.learner import Learner
 from delta.planner import PLANNERS, Plan, StepGraph, Task
 from delta.revising import Outcome, Revising
 from delta.routine import Way
-from delta.sizes import Sizes
+from delta.sizes import Actions, Sizes
 from delta.types import Action, Kind, Link, Look, Mode
 
 ACTIONS = (Action.KEEP, Action.RECOMPUTE)
@@ -23,18 +24,27 @@ WARM = [(4, 10), (4, 100), (2, 12)]
 
 
 class Run:
-    """Steps (b, t) under a limit in bytes, or a share: f makes 10·b·t bytes, g 4·b·t², h 6·b·t."""
+    """Steps (b, t) under a limit in bytes, or a share: f makes 10·b·t bytes, g 4·b·t², h 6·b·t.
 
-    def __init__(self, limit: int = 1000, share: float | None = None, least: int = 0) -> None:
+    `holds`: whether the peak of a plan is no higher than its limit, whatever that is."""
+
+    def __init__(self, limit: int = 1000, share: float | None = None, least: int = 0, holds: bool = True) -> None:
         self.asked: list[tuple[StepGraph, int]] = []
+        self.known: list[tuple[Actions, ...]] = []  # of recorded steps, when it was asked for a plan for another
+        self.holds = holds
         self.limit: Callable[[int], int] = (lambda peak: int(share * peak)) if share else (lambda peak: limit)
         self.learner = Learner(Revising(least, self._plan, aim=1.0))
-        self.sizes = self.learner.sizes = Sizes(least, self._plan, self.limit, 1.0, self.learner.revising.data)
+        self.sizes = self.learner.sizes = Sizes(least, self._plan_like, self.limit, 1.0, self.learner.revising.data)
         self.least = least
 
     def _plan(self, graph: StepGraph, limit_bytes: int, forced: Any) -> Plan:
         self.asked.append((graph, limit_bytes))
-        return PLANNERS["profile"](Task(graph, limit_bytes, Link(1e9, 1e9), ACTIONS, {}, False, PlannerConfig()))
+        plan = PLANNERS["profile"](Task(graph, limit_bytes, Link(1e9, 1e9), ACTIONS, {}, False, PlannerConfig()))
+        return replace(plan, peak_bytes=min(plan.peak_bytes, limit_bytes)) if self.holds else plan
+
+    def _plan_like(self, graph: StepGraph, limit_bytes: int, known: Iterable[Actions]) -> Plan:
+        self.known.append(tuple(known))
+        return self._plan(graph, limit_bytes, {})
 
     def step(
         self,

@@ -31,7 +31,7 @@ P, R, N = Way.PASS, Way.RECORD, Way.NOTE
 @pytest.fixture(autouse=True)
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """A better plan, found beside the training in its own time, has its kind of step learned anew."""
-    monkeypatch.setattr(Planning, "open_task", None)
+    monkeypatch.setattr(Planning, "open_tasks", [])
 
 
 # -- one routine for another -------------------------------------------------------------------------------------------

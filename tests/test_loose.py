@@ -140,6 +140,7 @@ def test_nothing_is_foretold_where_it_is_too_vague_what_all_take(factor: float, 
 def test_nor_where_the_plan_would_not_hold_the_limit() -> None:
     """All that can goes there, and what has passed unrecorded cannot."""
     run = routed(7500)
+    run.holds = False
     assert run.step(*SIZE, moved=50)[-1] is OBSERVE
 
 

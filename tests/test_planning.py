@@ -63,18 +63,18 @@ def a_planned_toy() -> Toy:
 
 def test_a_planned_step_is_open_until_its_search_has_ended():
     engine = a_planned_toy().engine
-    task = engine.planning.open_task
-    assert task is not None and task.graph is engine.learner.profiles[0].graph and task.known == ()
-    assert engine.planning.open_task is task
+    (task,) = engine.planning.open_tasks
+    assert task.graph is engine.learner.profiles[0].graph and task.known == ()
+    assert engine.planning.open_tasks[0] is task
     found = assemble(task, (RECOMPUTE, RECOMPUTE, KEEP))
     engine.planning.search_ended(task, found)
-    assert engine.planning.open_task is None
+    assert engine.planning.open_tasks == []
     assert engine.learner.profiles[0].plan is found
 
 
 def test_the_found_plan_is_followed_in_the_next_step():
     toy = a_planned_toy()
-    task = toy.engine.planning.open_task
+    (task,) = toy.engine.planning.open_tasks
     found = assemble(task, (RECOMPUTE, RECOMPUTE, KEEP))
     toy.engine.planning.search_ended(task, found)
     toy.source(11, 0)
@@ -85,23 +85,38 @@ def test_the_found_plan_is_followed_in_the_next_step():
 
 def test_a_step_that_is_planned_anew_asks_anew_and_knows_the_plan_in_use():
     toy = a_planned_toy()
-    task = toy.engine.planning.open_task
+    (task,) = toy.engine.planning.open_tasks
     step(toy, 11, cost_ns=5)  # op times have become better
-    later = toy.engine.planning.open_task
+    (later,) = toy.engine.planning.open_tasks
     assert later is not task and later.known == PLANNERS["profile"](task).actions
     plan = toy.engine.learner.profiles[0].plan
     toy.engine.planning.search_ended(task, assemble(task, (KEEP, KEEP, KEEP)))
     assert toy.engine.learner.profiles[0].plan is plan, "the answer to what is not asked any more is left"
     toy.engine.planning.search_ended(later, None)
     assert toy.engine.learner.profiles[0].plan is plan, "nothing was found"
-    assert toy.engine.planning.open_task is None
+    assert toy.engine.planning.open_tasks == []
 
 
 def test_other_planners_leave_nothing_open():
     toy = Toy(85, actions=("keep", "recompute"), planner={"kind": "monet"})
     step(toy, 1)
     assert toy.engine.learner.profiles[0].plan is not None
-    assert toy.engine.planning.open_task is None
+    assert toy.engine.planning.open_tasks == []
+
+
+def test_a_plan_for_another_size_is_taken_if_it_is_better():
+    """Of three storages of 40 bytes two may go, and one is enough. A plan that drops what may not keeps it instead."""
+    planning = a_planned_toy().engine.planning
+    graph = planning.learner.profiles[0].graph
+    made = planning.plan_once(graph, 85, {})
+    least = planning.plan_like(graph, 85, [])
+    assert made is not None and least is not None and least.actions == made.actions
+    cheaper = (KEEP, RECOMPUTE, KEEP) if made.actions[0] is RECOMPUTE else (RECOMPUTE, KEEP, KEEP)
+    nodes = tuple(replace(node, evictable=False) if node.order == 2 else node for node in graph.nodes)
+    fixed = replace(graph, nodes=nodes)
+    found = planning.plan_like(fixed, 1, [(KEEP, KEEP, RECOMPUTE), cheaper])
+    assert found is not None and found.actions[2] is KEEP
+    assert planning.plan_like(graph, 10**6, [cheaper]).idle, "nothing has to go"
 
 
 # -- what the planners make of it -------------------------------------------------------------------------------------
@@ -251,11 +266,11 @@ class FakeSearch:
 def engine(monkeypatch):
     FakeSearch.started = []
     monkeypatch.setattr(planning, "_Search", FakeSearch)
-    engine = SimpleNamespace(open_task=None, answers=[])
+    engine = SimpleNamespace(open_tasks=[], answers=[])
 
     def search_ended(task, plan):
         engine.answers.append((task, plan))
-        engine.open_task = None
+        engine.open_tasks = [other for other in engine.open_tasks if other is not task]
 
     engine.search_ended = search_ended
     return engine
@@ -264,7 +279,7 @@ def engine(monkeypatch):
 def test_a_task_is_let_alone_for_a_step_and_then_searched_once(engine):
     aside = PlanningAside(engine)
     aside.step_begins()
-    engine.open_task = "first"
+    engine.open_tasks = ["first"]
     aside.step_begins()
     assert not FakeSearch.started
     for _ in range(3):
@@ -281,10 +296,10 @@ def test_a_task_is_let_alone_for_a_step_and_then_searched_once(engine):
 
 def test_a_search_for_what_is_not_asked_any_more_is_stopped(engine):
     aside = PlanningAside(engine)
-    engine.open_task = "first"
+    engine.open_tasks = ["first"]
     aside.step_begins()
     aside.step_begins()
-    engine.open_task = "second"
+    engine.open_tasks = ["second"]
     aside.step_begins()
     assert [(s.task, s.stopped) for s in FakeSearch.started] == [("first", True)]
     aside.step_begins()
@@ -292,9 +307,22 @@ def test_a_search_for_what_is_not_asked_any_more_is_stopped(engine):
     assert engine.answers == []
 
 
+def test_a_search_goes_on_while_others_are_asked_for_and_the_last_one_is_next(engine):
+    """Where sizes change, each step that is recorded asks for another."""
+    aside = PlanningAside(engine)
+    for number in range(4):
+        engine.open_tasks = [f"task {number}", *engine.open_tasks]
+        aside.step_begins()
+    (search,) = FakeSearch.started
+    assert (search.task, search.stopped) == ("task 0", False)
+    search.ended = True
+    aside.step_begins()
+    assert engine.answers == [("task 0", "a plan")] and FakeSearch.started[-1].task == "task 3"
+
+
 def test_closing_stops_a_search_and_starts_none(engine):
     aside = PlanningAside(engine)
-    engine.open_task = "first"
+    engine.open_tasks = ["first"]
     aside.step_begins()
     aside.step_begins()
     aside.close()
@@ -309,7 +337,7 @@ def test_closing_stops_a_search_and_starts_none(engine):
 def test_who_compares_times_may_wait_for_a_search(engine):
     aside = PlanningAside(engine)
     aside.wait()
-    engine.open_task = "first"
+    engine.open_tasks = ["first"]
     aside.step_begins()
     aside.step_begins()
     aside.wait()
@@ -382,7 +410,7 @@ def test_without_a_process_nothing_is_searched(interpreter, monkeypatch):
     monkeypatch.setattr(sys, "executable", interpreter)
     answers = []
     task = a_task(chain(), 520)
-    aside = PlanningAside(SimpleNamespace(open_task=task, search_ended=lambda *answer: answers.append(answer)))
+    aside = PlanningAside(SimpleNamespace(open_tasks=[task], search_ended=lambda *answer: answers.append(answer)))
     aside.step_begins()
     aside.step_begins()
     assert answers == [(task, None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,17 +17,30 @@ from delta.engine import Engine
 from delta.headroom import Beside
 from delta.learner import WATCHFUL, Learner
 from delta.planner import StepGraph, StepLog
+from delta.planner.assemble import plan_of
 from delta.planner.family import SAMPLES
 from delta.planner.steplog import build_graph
-from delta.profile import CRAMPED, REFINEMENTS
+from delta.profile import CRAMPED, REFINEMENTS, Profile
 from delta.revising import Revising
 from delta.routine import Way
 from delta.runtime.demo_model import Gpt, GptConfig, next_byte_loss
 from delta.runtime.recorder import Recorder
-from delta.sizes import COMMON, MOST_OTHERWISE, OBSERVED, OFTEN, PROGRAMS, Foretold, Sizes, with_small_needs
-from delta.types import Action, Kind, Look, Mode
+from delta.sizes import (
+    COMMON,
+    HOPELESS,
+    MOST_OTHERWISE,
+    OBSERVED,
+    OFTEN,
+    PROFILES,
+    PROGRAMS,
+    Foretold,
+    Sizes,
+    with_small_needs,
+)
+from delta.types import Action, Kind, Link, Look, Mode
 
 OBSERVE, PLANNED = Mode.OBSERVE, Mode.PLANNED
+NOTHING_KNOWN = Profile((), build_graph(StepLog(), 0), 0, {}, 1.0)
 
 
 # -- without tensors --------------------------------------------------------------------------------------------------
@@ -144,6 +158,7 @@ def test_a_plan_serves_other_limits_that_it_is_within(run: Run, limits: list[int
     """Under a share the limit of a size is lower than that of the one which it is rounded up to, and what a device
     budget leaves goes up and down."""
     run.warm()
+    run.holds, run.sizes._programs[0].missed = False, HOPELESS
     run.asked.clear()
     for limit_bytes in limits:
         run.sizes._limit = lambda peak, now=limit_bytes: now  # type: ignore[misc]
@@ -199,7 +214,8 @@ def test_what_was_made_before_a_save_is_numbered_as_where_the_rest_is_left_out(r
 
 
 def test_notes_that_find_no_room_twice_are_no_more() -> None:
-    run = Run(limit=3500)
+    run, link = Run(limit=4000), Link(1e9, 1e9)
+    run.sizes._plan_like = lambda graph, *_: plan_of(graph, link, (Action.KEEP, Action.RECOMPUTE, Action.KEEP))
     run.warm()
     run.step(3, 16)
     (profile,) = run.sizes._programs[0].plans.values()
@@ -362,6 +378,57 @@ def test_a_missed_limit_makes_plans_tighter(run: Run) -> None:
     assert run.asked[-1][1] == int(1000 * 1000 / 1100)
 
 
+def test_where_the_plan_itself_is_over_it_a_tighter_one_would_be_no_better(run: Run) -> None:
+    run.warm()
+    run.holds, run.sizes._programs[0].missed = False, HOPELESS
+    run.step(4, 60, peak=1100)
+    assert run.sizes._programs[0].aim == 1
+
+
+@pytest.mark.parametrize(("peak_bytes", "told"), [(1000, True), (1010, True), (1011, False)])
+def test_a_step_whose_plan_would_not_hold_the_limit_is_recorded(run: Run, peak_bytes: int, told: bool) -> None:
+    """More can be done for it there, at more cost. A percent too much is no limit missed."""
+    run.warm()
+    plan_like = run._plan_like
+    run.sizes._plan_like = lambda *asked: replace(plan_like(*asked), peak_bytes=peak_bytes)
+    run.step(4, 65, peak=1)
+    assert run.followed == told
+
+
+def test_but_not_where_such_steps_do_not_hold_it_either(run: Run) -> None:
+    run.holds = False
+    for number, size in enumerate([*WARM, (4, 20), (4, 60)]):
+        run.step(*size, peak=10 if number == 1 else 10**6)
+        assert not run.followed
+    run.step(4, 50)
+    assert run.followed, "three running were over it"
+
+
+def test_what_a_longer_search_has_found_for_one_size_is_tried_at_others(run: Run) -> None:
+    run.warm()
+    run.step(4, 60)
+    assert len(run.asked) > len(run.known) == 1
+    learner, (profile, *_) = run.learner, run.learner.profiles
+    assert run.known[-1] == tuple(dict.fromkeys(p.plan.actions for p in reversed(learner.profiles) if p.plan))
+    run.step(4, 60)
+    assert len(run.known) == 1, "the plan that was made is used again"
+    assert profile.plan is not None
+    better = replace(profile.plan, actions=(Action.RECOMPUTE, Action.KEEP, Action.RECOMPUTE))
+    learner.follow(profile, better)
+    run.step(4, 60)
+    assert len(run.known) == 2 and better.actions in run.known[-1]
+
+
+def test_only_plans_of_the_last_few_that_were_recorded_are(run: Run) -> None:
+    run.warm()
+    recorded = [(4, 110 + 10 * number) for number in range(PROFILES)]
+    for size in recorded:
+        run.step(*size, peak=1)
+    assert [p.unevicted_peak_bytes for p in run.sizes._programs[0].profiles] == [
+        10 * b * t + 4 * b * t * t + 6 * b * t for b, t in recorded
+    ]
+
+
 def test_what_is_left_over_of_another_step_counts(run: Run) -> None:
     run.warm()
     run.learner.standing_bytes = 300
@@ -371,7 +438,7 @@ def test_what_is_left_over_of_another_step_counts(run: Run) -> None:
 
 def test_programs_are_forgotten_the_one_used_longest_ago_first(run: Run) -> None:
     for count in range(PROGRAMS + 2):
-        run.sizes.learn(StepLog(signatures=[0], structures=[count]), (1,), 0)
+        run.sizes.learn(StepLog(signatures=[0], structures=[count]), (1,), 0, NOTHING_KNOWN, held=True)
     assert [program.structure for program in run.sizes._programs] == [(i,) for i in range(PROGRAMS + 1, 1, -1)]
 
 
@@ -385,7 +452,7 @@ def test_programs_are_forgotten_the_one_used_longest_ago_first(run: Run) -> None
     ids=["not seen whole", "a need in forward", "one of what is small"],
 )
 def test_what_is_not_learned(run: Run, log: StepLog) -> None:
-    run.sizes.learn(log, (1,), 0)
+    run.sizes.learn(log, (1,), 0, NOTHING_KNOWN, held=True)
     assert run.sizes._programs == []
 
 

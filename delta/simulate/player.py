@@ -82,8 +82,8 @@ class Player:
 
         Infeasible or Thrash where it cannot be done."""
         planning = self.engine.planning
-        while (task := planning.open_task) is not None:  # a device searches meanwhile; here it takes no time
-            planning.search_ended(task, BESIDE[task.options.kind](task))
+        while tasks := planning.open_tasks:  # a device searches meanwhile; here it takes no time
+            planning.search_ended(tasks[0], BESIDE[tasks[0].options.kind](tasks[0]))
         self.engine.recording(True)
         for record in self._constants.values():
             self._keep(record)
