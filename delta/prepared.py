@@ -28,6 +28,8 @@ class Preparation:
 
     def saw(self, log: StepLog) -> None:
         """A step was recorded from its first op on."""
+        if self.varies:
+            return
         structure, made_by = tuple(log.structures), tuple(_made_by(log))
         if self._known.setdefault(structure, made_by) != made_by:
             self.differs()
@@ -36,8 +38,9 @@ class Preparation:
 
     def differs(self) -> None:
         """The data of a step came in another way than those of one like it."""
-        self._turned = not self.varies
-        self.varies = True
+        if not self.varies:
+            self.varies = self._turned = True
+            self._known.clear()
 
     def turned(self) -> bool:
         """Whether that is news since the last time: what was learned before is of no use then."""

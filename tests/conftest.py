@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from leaks import Snapshot, files_left
@@ -62,6 +63,21 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     from delta.expected import Expected
 
     monkeypatch.setattr(Expected, "may_leave_alone", lambda *args: False)
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step, whether it followed a routine to its end."""
+    from delta.learner import Learner
+
+    found, end = list[bool](), Learner.end
+
+    def noting(learner: Learner, *told: Any) -> None:
+        found.append(learner.routine is not None)
+        end(learner, *told)
+
+    monkeypatch.setattr(Learner, "end", noting)
+    return found
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import delta
-from delta.learner import Learner
 from delta.planner.steplog import StepLog, build_graph
 from delta.prepared import STRUCTURES, Preparation
-from delta.revising import Outcome
 from delta.types import Kind
 
 WEIGHT, RAW, PADDED, BATCH, X, Y, GONE = range(7)
@@ -102,6 +99,12 @@ def test_it_varies_once_two_steps_alike_have_differed(other: StepLog, varies: bo
     assert not preparation.turned(), "that is no news"
 
 
+def test_it_is_news_until_it_has_been_heard(varying: Preparation) -> None:
+    varying.differs()
+    varying.saw(a_step())
+    assert [varying.turned(), varying.turned()] == [True, False]
+
+
 def test_what_nothing_of_the_step_depends_on_may_vary() -> None:
     preparation, other = Preparation(), a_step()
     preparation.saw(a_step())
@@ -165,19 +168,6 @@ def train(varied: bool, skips: bool, at_once: int, device: str, steps: int = 36)
         optimizer.step()
         optimizer.zero_grad()
     return found
-
-
-@pytest.fixture
-def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Of each step, whether it followed a routine to its end."""
-    found, end = list[bool](), Learner.end
-
-    def noting(learner: Learner, now_ns: int, outcome: Outcome) -> None:
-        found.append(learner.routine is not None)
-        end(learner, now_ns, outcome)
-
-    monkeypatch.setattr(Learner, "end", noting)
-    yield found
 
 
 @pytest.mark.usefixtures("one_thread")
