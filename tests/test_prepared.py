@@ -7,12 +7,17 @@ import random
 import pytest
 import torch
 from builders import a_log, an_op
+from sized import Run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import delta
+from delta.learner import Learner
 from delta.planner.steplog import StepLog, build_graph
 from delta.prepared import STRUCTURES, Preparation
+from delta.profile import Profile
+from delta.revising import Revising
+from delta.routine import Routine, Way
 from delta.types import Kind
 
 WEIGHT, RAW, PADDED, BATCH, X, Y, GONE = range(7)
@@ -121,6 +126,41 @@ def test_structures_are_forgotten_the_oldest_first() -> None:
     assert not preparation.varies
     preparation.saw(a_step(pads=2, structures=(STRUCTURES,)))
     assert preparation.varies
+
+
+def a_routine() -> Routine:
+    """What is saved first is made by the first of three calls; the second may stay away."""
+    return Routine([("pad", 0), ("norm", 1), ("tanh", 2)], [Way.PASS] * 3, before=2, optional=[1])
+
+
+@pytest.mark.parametrize(
+    ("came", "packs", "as_expected", "varies"),
+    [
+        ([], 1, True, True),
+        (["pad"], 1, True, False),  # what may stay away has
+        ([], 0, True, False),  # it may still come
+        ([], 1, False, False),  # that is another kind of step
+    ],
+)
+def test_it_varies_where_a_step_of_the_expected_kind_does_without(
+    came: list[str], packs: int, as_expected: bool, varies: bool
+) -> None:
+    learner, expected = Learner(Revising(0, None)), Profile((), build_graph(StepLog(), 0), 0, {}, 1.0)
+    learner.routine, learner.packs, learner._following = a_routine(), packs, expected
+    learner.current = expected if as_expected else None
+    for call in came:
+        learner.routine.way(call)
+    learner.leave_routine()
+    assert learner.revising.data.varies == varies
+
+
+def test_all_is_learned_anew_then() -> None:
+    run = Run()
+    run.warm()
+    assert run.sizes.ready and run.learner.profiles
+    run.learner.revising.data.differs()
+    run.step(4, 10, peak=1)
+    assert not run.learner.profiles and not run.sizes.ready and not run.sizes._programs
 
 
 # -- bit for bit ------------------------------------------------------------------------------------------------------
