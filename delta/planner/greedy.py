@@ -100,15 +100,10 @@ class _Greedy:
         self._take_back()
 
     def _fit(self) -> None:
-        """Relieve the worst position until all is within the limit; if that fails, go back to where least was over."""
-        least = list(self.actions), self.now
         for _ in range(ROUNDS):
             if self.now.peak_bytes <= self.limit or not self._relieve():
                 break
             self.now = self.forecaster.forecast(self.actions)
-            if self.now.peak_bytes <= least[1].peak_bytes:
-                least = list(self.actions), self.now
-        self.actions, self.now = least
 
     def _relieve(self) -> bool:
         """Evict at the worst position. False if nothing there can go."""
