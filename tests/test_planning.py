@@ -18,12 +18,14 @@ from toy import Toy
 
 import delta
 from delta.config import PlannerConfig
+from delta.learner import Learner
 from delta.planner import BESIDE, PLANNERS, Task, cover, forecast
-from delta.planner.assemble import assemble, best
+from delta.planner.assemble import assemble, best, plan_of
 from delta.planner.cuts import cut_links
 from delta.planner.forecast import Forecaster
 from delta.planner.program import Program
 from delta.planner.steplog import build_graph
+from delta.planning import OPEN
 from delta.runtime import planning
 from delta.runtime.planning import PlanningAside
 from delta.simulate import simulate
@@ -97,6 +99,15 @@ def test_a_step_that_is_planned_anew_asks_anew_and_knows_the_plan_in_use():
     assert toy.engine.planning.open_tasks == []
 
 
+def test_the_last_few_that_were_planned_are_open_the_last_one_first(monkeypatch):
+    planning = a_planned_toy().engine.planning
+    graph = planning.learner.profiles[0].graph
+    monkeypatch.setattr(Learner, "planned_as", lambda *asked: planning.learner.profiles[0])
+    for number in range(OPEN + 1):
+        planning.plan(replace(graph, end_ns=number), 85, {})
+    assert [task.graph.end_ns for task in planning.open_tasks] == list(range(OPEN, 0, -1))
+
+
 def test_other_planners_leave_nothing_open():
     toy = Toy(85, actions=("keep", "recompute"), planner={"kind": "monet"})
     step(toy, 1)
@@ -104,19 +115,26 @@ def test_other_planners_leave_nothing_open():
     assert toy.engine.planning.open_tasks == []
 
 
-def test_a_plan_for_another_size_is_taken_if_it_is_better():
-    """Of three storages of 40 bytes two may go, and one is enough. A plan that drops what may not keeps it instead."""
+def test_a_plan_for_another_size_is_taken_if_it_is_better(monkeypatch):
+    """A greedy one that lets all go is dearer than that; what may not go at this size is kept."""
     planning = a_planned_toy().engine.planning
     graph = planning.learner.profiles[0].graph
-    made = planning.plan_once(graph, 85, {})
-    least = planning.plan_like(graph, 85, [])
-    assert made is not None and least is not None and least.actions == made.actions
-    cheaper = (KEEP, RECOMPUTE, KEEP) if made.actions[0] is RECOMPUTE else (RECOMPUTE, KEEP, KEEP)
-    nodes = tuple(replace(node, evictable=False) if node.order == 2 else node for node in graph.nodes)
-    fixed = replace(graph, nodes=nodes)
-    found = planning.plan_like(fixed, 1, [(KEEP, KEEP, RECOMPUTE), cheaper])
-    assert found is not None and found.actions[2] is KEEP
-    assert planning.plan_like(graph, 10**6, [cheaper]).idle, "nothing has to go"
+    task = planning._task(graph, 85, {})
+    known = planning.plan_once(graph, 85, {}).actions
+    monkeypatch.setitem(PLANNERS, "profile", lambda task: assemble(task, (RECOMPUTE, RECOMPUTE, RECOMPUTE)))
+    assert planning.plan_like(graph, 85, []).actions == (RECOMPUTE, RECOMPUTE, RECOMPUTE)
+    assert best(task, [assemble(task, known), planning.plan_like(graph, 85, [])]).actions == known
+    assert planning.plan_like(graph, 85, [known]).actions == known
+    tried, made = [], plan_of
+    monkeypatch.setattr("delta.planning.plan_of", lambda *asked: tried.append(asked[2]) or made(*asked))
+    nodes = tuple(replace(node, evictable=node.order != 1) for node in graph.nodes)
+    planning.plan_like(replace(graph, nodes=nodes), 85, [(RECOMPUTE, RECOMPUTE, KEEP)])
+    assert tried == [[RECOMPUTE, KEEP, KEEP]]
+
+
+def test_where_nothing_has_to_go_no_other_plan_is_tried():
+    planning = a_planned_toy().engine.planning
+    assert planning.plan_like(planning.learner.profiles[0].graph, 10**6, [(RECOMPUTE, KEEP, KEEP)]).idle
 
 
 # -- what the planners make of it -------------------------------------------------------------------------------------
