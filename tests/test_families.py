@@ -469,3 +469,12 @@ def test_forgotten_families_leave_nothing(followed, monkeypatch):
         followed.step(4, 10, names=names)
     assert len(followed.learner.families) == 2
     assert set(followed.learner._courses) == set(followed.learner.families)
+
+
+def test_all_is_learned_anew_where_data_come_in_several_ways():
+    run = Followed()
+    run.warm()
+    learner = run.learner
+    assert learner.families and learner._courses
+    learner._forget_steps()
+    assert not (learner.families or learner._courses or learner._plans or learner.profiles)
