@@ -68,7 +68,7 @@ class Fork:
 
 def fork_of(one: Profile, other: Profile) -> Fork | None:
     """Where they part; None where that is before anything has been saved."""
-    if one.signatures[:1] != other.signatures[:1]:  # as most: their calls are many
+    if one.signatures[:1] != other.signatures[:1]:  # as most are: looked at first, for their calls are many
         return None
     ours, theirs = one.bare.log, other.bare.log
     calls = _common((call for call, _ in ours.calls), (call for call, _ in theirs.calls))

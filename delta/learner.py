@@ -472,7 +472,7 @@ class Learner:
         """The last handle died. Learns from the step and plans the next one like it."""
         if not self.given_up:
             self.log.end_ns = now_ns - (self.began_ns or 0)
-            if self.recorded and self.log.asked:
+            if self.recorded and self.log.asked and self.revising.make_plan is not None:
                 self.revising.data.saw(self.log)
             if self.revising.data.turned():
                 self._forget_steps()

@@ -70,7 +70,8 @@ class Program:
     steps: int = 0  # that were foretold
     otherwise: int = 0  # ... and went otherwise
     profiles: list[Profile] = field(default_factory=list)  # of steps that were recorded, the last ones
-    known: tuple[Actions, ...] = ()  # of their plans; those for other sizes may be the same
+    followed: list[Plan | None] = field(default_factory=list)  # their plans, when those for other sizes were made
+    known: tuple[Actions, ...] = ()  # ... and what they do
     missed: int = 0  # the last ones that were over their limit
 
     @property
@@ -92,12 +93,12 @@ class Program:
     def heed(self) -> tuple[Actions, ...]:
         """What the plans of its recorded steps do. If a better one has been found for one of these since the last time,
         those for other sizes are made anew."""
-        plans = (profile.plan for profile in self.profiles)
-        known = tuple(dict.fromkeys(plan.actions for plan in plans if plan is not None and not plan.idle))
-        if known != self.known:
-            self.known = known
+        followed = [profile.plan for profile in self.profiles]
+        if followed != self.followed:
+            self.followed = followed
+            self.known = tuple(dict.fromkeys(plan.actions for plan in followed if plan is not None and not plan.idle))
             self.plans.clear()
-        return known
+        return self.known
 
     def reaches(self, dims: Dims) -> bool:
         """Whether it is not larger than all that was recorded. Where it is, something else may be done than ever
