@@ -38,7 +38,7 @@ def adapted() -> Any:
 
 def sequences() -> list[dict[str, Tensor]]:
     of = random.Random(0)
-    rows = [torch.tensor([of.randrange(WORDS) for _ in range(of.randint(24, 48))]) for _ in range(3 * 4 * STEPS)]
+    rows = [torch.tensor([of.randrange(WORDS) for _ in range(of.randint(24, 48))]) for _ in range(2 * 4 * STEPS)]
     return [{"input_ids": row} for row in rows]
 
 
@@ -81,7 +81,7 @@ def trained(make: Callable[[], Any], to: Path, **more: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("make", "more"),
     [
-        (gpt2, {"gradient_accumulation_steps": 3}),
+        (gpt2, {"gradient_accumulation_steps": 2}),
         (gpt2, {"bf16": True, "label_smoothing_factor": 0.1}),
         (adapted, {"max_grad_norm": 0.5}),
     ],
