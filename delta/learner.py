@@ -9,43 +9,34 @@ least over the recorded steps: a first run pays page faults and cold caches that
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 from delta.branches import Branching
 from delta.headroom import Beside
-from delta.planner.steplog import Plan, StepGraph, StepLog
+from delta.planner.steplog import Plan, StepGraph
 from delta.profile import REFINEMENTS, Profile
 from delta.revising import NOTHING, Ended, Outcome, Revising
 from delta.routine import Routine, Way, settled, ways_of
 from delta.sizes import OBSERVED, Foretold, Sizes
-from delta.types import ANY_LOOK, Action, Encoding, Kind, Look, Mode, OpInfo
+from delta.types import ANY_LOOK, Action, Kind, Look, Mode
+from delta.underway import LONGEST, Underway
 
 KINDS = 64  # kinds of step remembered, the least recently used forgotten first
-LONGEST = 100_000  # saved tensors in a step that is still followed; something keeps a longer one from ever ending
-MOST_OPS = 3 * LONGEST  # ops of a step that is still followed, or between two steps
 WATCHFUL = 4  # after a step that was new and not recorded whole: one like it may come again soon
 NOBODY_S = -1  # in place of the record of what nobody was told of
 
 
 @dataclass(slots=True)
-class Learner:
+class Learner(Underway):
     """Follows one step at a time."""
 
     revising: Revising
     profiles: list[Profile] = field(default_factory=list)  # last used first
     current: Profile | None = None
     mode: Mode = Mode.OBSERVE
-    log: StepLog = field(default_factory=StepLog)
-    packs: int = 0
-    recorded: bool = False  # the recorder was on from this step's first op
     missed: bool = False  # a step was new but not recorded whole, and no new one has been learned since
-    began_ns: int | None = None
-    standing_bytes: int = 0  # resident when the step began: left over from another
-    given_up: bool = False  # this step is too long to be learned from
-    late: set[int] = field(default_factory=set)  # save orders that backward waited for in this step
     routine: Routine | None = None  # of the step under way, or of the one expected next; None: all is recorded
     widest_bytes: int = 0  # unevicted peak of the largest way that a program of several may go, as the step has begun
     alone: set[int] = field(default_factory=set)  # save orders of this step that nobody was told of
@@ -55,7 +46,6 @@ class Learner:
     _spare_bytes: int | None = None  # see `Foretold`; less by what storages have been larger, more by what smaller
     _following: Profile | None = None
     _whole: int = 0  # steps to come that are recorded whole, whatever is known of them
-    _left_midway: bool = False  # the routine of this step was left after some calls
     _otherwise: bool = False  # this step has saved something, and then gone otherwise than expected
     _branching: Branching = field(init=False)
     _recorded_so_far: bool = False  # at the first save of this step, if the routine has let no call pass since
@@ -65,20 +55,6 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._branching = Branching(possible=self.revising.plan_on is not None)
-
-    @property
-    def position(self) -> int:
-        """Number of needs so far."""
-        return len(self.log.needs)
-
-    @property
-    def turn(self) -> int:
-        """Number of turns that have ended."""
-        return len(self.log.turn_ends)
-
-    @property
-    def in_step(self) -> bool:
-        return self.began_ns is not None
 
     @property
     def plan(self) -> Plan | None:
@@ -255,19 +231,6 @@ class Learner:
                 break
             self.needed(other, now_ns)
 
-    def placed(self, order: int) -> None:
-        """The tensor packed last is on the storage of this save order."""
-        if not self.given_up:
-            self.log.orders.append(order)
-
-    def called(self, call: object, made: bool) -> None:
-        """An op of forward ran that `call` stands for; `made`: the last one told of by `op`."""
-        if self.given_up:
-            return
-        self.log.calls.append((call, len(self.log.ops) - 1 if made else -1))
-        if self.too_many(len(self.log.calls)):
-            self.forget()
-
     def known_cost_ns(self, call: object) -> int | None:
         """How long the op takes that `call` stands for, the next one to be recorded; None: it is to be timed."""
         if self.routine is not None:
@@ -317,14 +280,9 @@ class Learner:
                 return routine
         return None
 
-    def lose_track(self) -> None:
-        """Some of what this step has saved is not known."""
-        self._give_up()
-
     def _give_up(self) -> None:
-        """Follow this step no further: its log would grow for as long as the program runs."""
-        self.routine = None
-        self.log, self.current, self.mode, self.given_up = StepLog(), None, Mode.OBSERVE, True
+        super(Learner, self)._give_up()
+        self.routine, self.current, self.mode = None, None, Mode.OBSERVE
 
     def _key(self, signature: int, look: Look) -> int:
         """What steps are told apart by."""
@@ -351,46 +309,13 @@ class Learner:
             if self.current is not None:
                 self.current.idle = False
 
-    @staticmethod
-    def too_many(ops: int) -> bool:
-        """Whether so many ops are more than are followed."""
-        return ops >= MOST_OPS
-
-    def forget(self) -> None:
-        """Forget the ops so far, or the log would grow for as long as the program runs. A step under way is followed no
-        further; the next one is not taken for recorded whole."""
-        if self.in_step:
-            self._give_up()
-        else:
-            self.log, self._left_midway = StepLog(), True
-
-    def op(self, op: OpInfo, nbytes: Mapping[int, int], kinds: Mapping[int, Kind]) -> None:
-        if self.given_up:
-            return
-        self.log.ops.append(op)
-        self.log.nbytes.update(nbytes)
-        self.log.kinds.update(kinds)
-
-    def time_op(self, op: int, cost_ns: int) -> None:
-        """The device has told how long an op took, after the fact."""
-        ops = self.log.ops
-        position = bisect_left(ops, op, key=lambda known: known.id)
-        if position < len(ops) and ops[position].id == op:
-            ops[position] = replace(ops[position], cost_ns=cost_ns)
-
     def saved(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
         """First save of a record in this step."""
         if self.given_up:
             return
-        log = self.log
         if kind is not Kind.PARAMETER:
-            self._check_size(len(log.saves), nbytes)
-        log.saves.append(record)
-        log.save_ns.append(now_ns - (self.began_ns or 0))
-        log.ops_before.append(len(log.ops))
-        log.needs_before.append(len(log.needs))
-        log.nbytes[record] = nbytes
-        log.kinds[record] = kind
+            self._check_size(len(self.log.saves), nbytes)
+        super(Learner, self).saved(record, nbytes, kind, now_ns)
 
     def _check_size(self, order: int, nbytes: int) -> None:
         """A step that was foretold goes otherwise where a storage is larger than it can be."""
@@ -408,39 +333,6 @@ class Learner:
         """Whether a storage may be larger by so much than foretold."""
         return more_bytes <= (self._spare_bytes or 0)
 
-    def encodable(self, record: int, encoding: Encoding) -> None:
-        """A record just saved can be kept in a smaller form."""
-        if not self.given_up:
-            self.log.encodings[record] = encoding
-
-    def not_encodable(self, record: int) -> None:
-        """It could not after all."""
-        self.log.encodings.pop(record, None)
-
-    def loose(self, order: int) -> None:
-        """The program holds the storage no longer: only Delta, or nobody, does."""
-        if not self.log.needs and not self.given_up:
-            self.log.loose_at.setdefault(order, len(self.log.saves))
-
-    def still_used(self, orders: set[int]) -> None:
-        """Before a need: the program or backward uses the storages of these save orders."""
-        log = self.log
-        log.kept = orders if not log.needs else log.kept & orders
-
-    def asked(self, order: int = -1) -> None:
-        """Somebody asks for a saved storage that always stays; `order`: its save order, where that may be learned."""
-        log = self.log
-        log.asked = True
-        if self.recorded and order >= 0 and not self.given_up:
-            log.asked_small.append((order, len(log.needs), len(log.saves)))
-
-    def needed(self, order: int, now_ns: int) -> None:
-        """Somebody asks for one that may have gone."""
-        log = self.log
-        log.asked = True
-        if not self.given_up:
-            log.needs.append((order, now_ns - (self.began_ns or 0)))
-
     def cramped(self) -> None:
         """What the runtime alone was to make again found no room. Such a step is followed by one that is recorded
         whole, so when it is no accident the ledger has to know of all replays."""
@@ -451,21 +343,6 @@ class Learner:
         """The copy back of this save order was still under way, or not even begun, when its value was needed."""
         if self.mode is Mode.PLANNED:
             self.late.add(order)
-
-    def backward_began(self) -> None:
-        self.log.forward_needs = len(self.log.needs)
-
-    def released(self, order: int) -> None:
-        if self.given_up:
-            return
-        self.log.releases.append((order, len(self.log.needs)))
-        self.log.small_before.append(len(self.log.asked_small))
-        self.log.released_in.append(len(self.log.turn_ends))
-
-    def turn_ended(self, now_ns: int) -> None:
-        """What an op of the program needed has been served, and the op has run."""
-        if not self.given_up:
-            self.log.turn_ends.append((len(self.log.needs), len(self.log.ops), now_ns - (self.began_ns or 0)))
 
     # -- its end --------------------------------------------------------------------------------------------------
     def end(self, now_ns: int, outcome: Outcome) -> None:
@@ -594,18 +471,13 @@ class Learner:
     def _reset(self) -> None:
         self._branching.ended(self._otherwise)
         self._otherwise = False
-        self.log = StepLog()
-        self.packs = 0
+        super(Learner, self)._reset()
         self.current = None
         self.mode = Mode.OBSERVE
-        self.began_ns = None
-        self.given_up = False
-        self._left_midway = False
         self.foretold = self._spare_bytes = None
         self.widest_bytes = 0
         self.asks_all = self.foretells
         self.alone.clear()
-        self.late.clear()
 
     def _profile_of_step(self) -> Profile | None:
         whole = tuple(self.log.signatures)

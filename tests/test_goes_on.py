@@ -123,7 +123,7 @@ def test_ops_that_save_nothing_are_not_remembered_for_ever(
     name: str, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither at first nor when steps follow a routine."""
-    monkeypatch.setattr("delta.learner.MOST_OPS", 100)
+    monkeypatch.setattr("delta.underway.MOST_OPS", 100)
     frozen = nn.Linear(16, 16).requires_grad_(False)
     weight = nn.Parameter(torch.ones(8, 16))
     with delta.evict(activations="50%", policy=policy(name), device="cpu") as run:
