@@ -1,8 +1,11 @@
-"""Which combinations of its parameters a test has: by default some in which any two values meet, by `--slow` all."""
+"""Which combinations of its parameters a test has: by default some, by `--slow` all.
+
+A value is what `pytest.mark.parametrize` takes: the marks of a `pytest.param` are those of its combinations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import combinations, product
 
 import pytest
@@ -11,15 +14,37 @@ Combination = tuple[int, ...]  # the position of each parameter's value
 
 
 def in_pairs(**values: Iterable[object]) -> pytest.MarkDecorator:
-    """Parametrizes with every combination; those that a default run can do without are marked slow."""
+    """Parametrizes with every combination; by default any two values meet."""
     lists = [list(each) for each in values.values()]
-    every = list(product(*(range(len(each)) for each in lists)))
-    chosen = _covering(every)
+    return _parametrized(values, lists, _covering(_every(lists)))
+
+
+def in_turns(**values: Iterable[object]) -> pytest.MarkDecorator:
+    """Parametrizes with every combination; by default each value comes once, those of shorter lists in turns: for tests
+    in which the values of the longest list differ most."""
+    lists = [list(each) for each in values.values()]
+    longest = max(map(len, lists))
+    return _parametrized(values, lists, {tuple(turn % len(each) for each in lists) for turn in range(longest)})
+
+
+def _every(lists: list[list[object]]) -> list[Combination]:
+    return list(product(*(range(len(each)) for each in lists)))
+
+
+def _parametrized(
+    names: Iterable[str], lists: list[list[object]], chosen: Collection[Combination]
+) -> pytest.MarkDecorator:
     params = []
-    for combination in every:
-        marks = () if combination in chosen else pytest.mark.slow
-        params.append(pytest.param(*(each[at] for each, at in zip(lists, combination, strict=True)), marks=marks))
-    return pytest.mark.parametrize(tuple(values), params)
+    for combination in _every(lists):
+        given = [_with_marks(each[at]) for each, at in zip(lists, combination, strict=True)]
+        marks = [mark for _, marks in given for mark in marks]
+        marks += [] if combination in chosen else [pytest.mark.slow]
+        params.append(pytest.param(*(value for value, _ in given), marks=marks))
+    return pytest.mark.parametrize(tuple(names), params)
+
+
+def _with_marks(value: object) -> tuple[object, Collection[pytest.MarkDecorator | pytest.Mark]]:
+    return (value.values[0], value.marks) if isinstance(value, type(pytest.param())) else (value, ())
 
 
 def _covering(every: list[Combination]) -> list[Combination]:

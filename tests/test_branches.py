@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from covering import in_pairs
 from test_learner import plan_of
 from torch import Tensor, nn
 
@@ -161,11 +162,13 @@ def evicting(ways: Iterable[int | None], limit: str, policy: str = "delta", devi
     return run.report()
 
 
-@pytest.mark.parametrize("device", ["cpu", "chaos", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("policy", ["delta", "recompute", "swap"])
-@pytest.mark.parametrize("drops", [False, True], ids=["loops", "dropped layers"])
-def test_most_steps_follow_routines_once_the_ways_are_known(drops: bool, policy: str, device: str, seen: Seen) -> None:
-    ways = [None] * 90 if drops else by_chance(90)
+@in_pairs(
+    what=["loops", "dropped layers"],
+    policy=["delta", "recompute", "swap"],
+    device=["cpu", "chaos", pytest.param("cuda", marks=pytest.mark.cuda)],
+)
+def test_most_steps_follow_routines_once_the_ways_are_known(what: str, policy: str, device: str, seen: Seen) -> None:
+    ways = [None] * 90 if what == "dropped layers" else by_chance(90)
     evicting(ways, "20KiB", policy, device)
     if device == "cuda":  # which ways are worth a plan is another matter there
         return

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from covering import in_pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -208,9 +209,7 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
 CASES |= {"checkpoint": lambda: checkpointed(False), "checkpoint_reentrant": lambda: checkpointed(True)}
 
 
-@pytest.mark.parametrize("device", ["cpu", "chaos:1", "chaos:2"])
-@pytest.mark.parametrize("policy", ["recompute", "swap", "delta"])
-@pytest.mark.parametrize("name", CASES)
+@in_pairs(name=CASES, policy=["recompute", "swap", "delta"], device=["cpu", "chaos:1", "chaos:2"])
 def test_numbers_equal_plain(name, policy, device, spill_dir):
     torch.manual_seed(3)
     plain = CASES[name]()

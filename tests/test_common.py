@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders import an_op
+from covering import in_turns
 from test_learner import plan_of
 from torch import Tensor
 
@@ -214,8 +215,7 @@ def test_one_that_is_made_from_a_number_that_has_gone_keeps_no_step_from_its_pla
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("at", [0, 3, LAYERS - 1])
-@pytest.mark.parametrize("what", ["written", "written unseen", "looked after"])
+@in_turns(what=["written", "written unseen", "looked after"], at=[0, 3, LAYERS - 1])
 def test_it_is_what_it_was_when_more_has_to_be_known(what: str, at: int) -> None:
     weights = fresh()
 

@@ -1,8 +1,10 @@
-"""The combinations that a default run takes: any two values meet, and `--slow` has all."""
+"""The combinations that a default run takes: any two values meet, or each comes once, and `--slow` has all."""
 
+from collections import Counter
 from itertools import combinations, product
 
-from covering import in_pairs
+import pytest
+from covering import in_pairs, in_turns
 
 VALUES = {"policy": ["swap", "recompute", "delta"], "device": ["cpu", "chaos"], "share": ["0%", "40%", "100%", "50%"]}
 
@@ -22,3 +24,22 @@ def test_any_two_values_meet_by_default_and_all_do_among_the_slow():
 def test_two_lists_have_no_combination_to_spare():
     _, params = in_pairs(policy=["swap", "delta"], share=["0%", "40%"]).args
     assert not any(param.marks for param in params)
+
+
+def test_in_turns_each_value_of_the_longest_list_comes_once_and_the_others_evenly():
+    names, params = in_turns(**VALUES, case=range(12)).args
+    assert names == (*VALUES, "case")
+    assert [param.values for param in params] == list(product(*VALUES.values(), range(12)))
+    assert {mark.name for param in params for mark in param.marks} == {"slow"}
+    chosen = [param.values for param in params if not param.marks]
+    assert sorted(values[-1] for values in chosen) == list(range(12))
+    for at, values in enumerate(VALUES.values()):
+        assert Counter(each[at] for each in chosen) == dict.fromkeys(values, 12 // len(values))
+
+
+def test_marks_of_values_are_those_of_their_combinations():
+    devices = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+    _, params = in_turns(case=["a", "b", "c"], device=devices).args
+    marks = {param.values: {mark.name for mark in param.marks} for param in params}
+    assert marks["a", "cpu"] == marks["c", "cpu"] == set() and marks["b", "cuda"] == {"cuda"}
+    assert marks["b", "cpu"] == {"slow"} and marks["a", "cuda"] == marks["c", "cuda"] == {"cuda", "slow"}

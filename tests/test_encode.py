@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from covering import in_pairs
 from exactly import STEPS, numbers_of, plain_numbers_of, trained
 from inside import different
 from torch import Tensor, nn
@@ -130,11 +131,10 @@ def run(name: str, chosen: delta.Policy, share: str, device: str = "cpu") -> Rep
 WAYS = [("0%", "cpu"), ("60%", "chaos:1"), ("85%", "cpu")]
 
 
-@pytest.mark.parametrize(("share", "device"), WAYS)
-@pytest.mark.parametrize("actions", ACTIONS, ids="+".join)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_have_the_same_bits(name, actions, share, device):
-    report = run(name, policy(*actions), share, device)
+@in_pairs(name=PROGRAMS, actions=map("+".join, ACTIONS), way=WAYS)
+def test_gradients_have_the_same_bits(name, actions, way):
+    share, device = way
+    report = run(name, policy(*actions.split("+")), share, device)
     if share == "0%" and "swap" not in actions and name in ("pooled", "backward_twice", "double_backward"):
         assert report.evictions["encode"] > 0
         assert report.encoded_bytes_saved > 0

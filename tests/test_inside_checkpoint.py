@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import in_turns
 from inside import POLICIES, exact, numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -170,7 +171,6 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", CASES)
+@in_turns(name=CASES, policy=POLICIES)
 def test_numbers_equal_plain(name, policy):
     exact(CASES[name], policy)

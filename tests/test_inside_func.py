@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import in_turns
 from inside import POLICIES, STEPS, exact, numbers, policy
 from torch import Tensor, func, nn
 from torch.autograd import forward_ad, functional
@@ -188,8 +189,7 @@ RUN |= {
 }
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
-@pytest.mark.parametrize("name", RUN)
+@in_turns(name=RUN, policy_name=POLICIES)
 def test_numbers_equal_plain(name, policy_name):
     exact(RUN[name], policy_name)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import in_turns
 from inside import POLICIES, STEPS, exact, numbers, policy
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -125,8 +126,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-@pytest.mark.parametrize("policy_name", POLICIES)
-@pytest.mark.parametrize("name", AROUND)
+@in_turns(name=AROUND, policy_name=POLICIES)
 def test_entered_in_every_step(name, policy_name):
     exact(lambda: train(around=AROUND[name]), policy_name)
 
@@ -267,8 +267,7 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.parametrize("policy_name", POLICIES)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@in_turns(program=PROGRAMS, policy_name=POLICIES)
 def test_numbers_equal_plain(program, policy_name):
     report = exact(program, policy_name)
     assert report.steps >= STEPS

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import in_pairs
 from exactly import exact, numbers_of, trained
 from inside import different
 from torch import Tensor, nn
@@ -197,9 +198,9 @@ def differentiated() -> list[Tensor]:
     return trained(model, lambda: model(torch.randn(64, 48)).pow(2).mean(), backward)
 
 
-@pytest.mark.parametrize("share", ["0%", "40%"])
-@pytest.mark.parametrize("policy", ["swap", "delta"])
-@pytest.mark.parametrize("run", [program, partial(program, backward=twice), differentiated])
+@in_pairs(
+    run=[program, partial(program, backward=twice), differentiated], policy=["swap", "delta"], share=["0%", "40%"]
+)
 def test_training_from_landings_gives_the_same_bits(
     straight: list[bool], run: Callable[[], list[Tensor]], policy: str, share: str
 ) -> None:

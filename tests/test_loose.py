@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import in_pairs
 from sized import Run
 from torch import Tensor, nn
 
@@ -208,9 +209,7 @@ def train(steps: int) -> list[Tensor]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
-@pytest.mark.parametrize("share", ["50%", "75%"])
-@pytest.mark.parametrize("device", ["cpu", "chaos:3"])
-@pytest.mark.parametrize("policy", ["delta", "recompute", "swap"])
+@in_pairs(policy=["delta", "recompute", "swap"], device=["cpu", "chaos:3"], share=["50%", "75%"])
 def test_experts_are_exact_within_the_limit_and_planned(
     policy: str, device: str, share: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

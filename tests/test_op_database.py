@@ -83,17 +83,27 @@ def test_in_place_of_its_first_argument_an_element_wise_op_gives_the_same_bits()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", exactness.tasks(), ids=" ".join)
+@pytest.mark.parametrize("task", exactness.tasks(), ids=lambda task: f"{task.op} {task.dtype}")
 def test_every_sample_gives_the_bits_of_plain(task, spill_dir):
     part = exactness.work(task, str(spill_dir))
     assert part.wrong == []
 
 
 def test_a_quick_sweep_has_each_op_in_one_dtype_and_every_dtype():
-    quick, whole = exactness.tasks(one_dtype=True), exactness.tasks()
-    assert [name for name, _ in quick] == list(dict.fromkeys(name for name, _ in whole))
-    assert set(quick) < set(whole)
-    assert min(Counter(dtype for _, dtype in quick).values()) > len(quick) // 5
+    quick, whole = exactness.tasks(quick=True), exactness.tasks()
+    assert [task.op for task in quick] == list(dict.fromkeys(task.op for task in whole))
+    assert {task._replace(quick=False) for task in quick} < set(whole)
+    assert min(Counter(task.dtype for task in quick).values()) > len(quick) // 5
+
+
+def test_a_quick_sweep_has_each_sample_under_one_policy_and_every_policy(spill_dir):
+    count = len(opdb.samples_of(opdb.ops()["nn.functional.gelu"], torch.float32))
+    part = exactness.work(exactness.Task("nn.functional.gelu", "float32", True), str(spill_dir))
+    ran = {key: part.found[key] for key in part.found if key[2] == Verdict.IDENTICAL}
+    assert part.samples == count > len(opdb.POLICIES)
+    for device in opdb.DEVICES:
+        counts = [ran[policy, device, Verdict.IDENTICAL] for policy in opdb.POLICIES]
+        assert sum(counts) == count and max(counts) - min(counts) <= 1
 
 
 # --- the comparison sees what it has to see ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from builders import a_log, an_op
+from covering import in_pairs
 from sized import Run
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -212,13 +213,16 @@ def train(varied: bool, skips: bool, at_once: int, device: str, steps: int = 36)
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")  # while the ways are not known yet
-@pytest.mark.parametrize("device", ["cpu", "chaos", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("policy", ["delta", "recompute", "mimose"])
-@pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize(("varied", "skips"), [(False, False), (True, False), (False, True)])
+@in_pairs(
+    how=["evenly", "varied", "skips"],
+    at_once=[1, 3],
+    policy=["delta", "recompute", "mimose"],
+    device=["cpu", "chaos", pytest.param("cuda", marks=pytest.mark.cuda)],
+)
 def test_however_a_batch_was_put_together_its_step_follows_a_routine(
-    varied: bool, skips: bool, at_once: int, policy: str, device: str, followed: list[bool]
+    how: str, at_once: int, policy: str, device: str, followed: list[bool]
 ) -> None:
+    varied, skips = how == "varied", how == "skips"
     on = "cuda" if device == "cuda" else "cpu"
     plain = train(varied, skips, at_once, on)
     chosen = delta.load_policy(policy, {"filter.min_bytes": 256})

@@ -509,9 +509,7 @@ SURPRISES = {
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("surprise", SURPRISES)
-@pytest.mark.parametrize("policy", ["recompute", "delta", "monet"])
-@pytest.mark.parametrize("device", ["cpu", "chaos:2"])
+@in_pairs(surprise=SURPRISES, policy=["recompute", "delta", "monet"], device=["cpu", "chaos:2"])
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 def test_a_routine_changes_no_bit_whatever_comes_next(surprise, policy, device):
     steps = SURPRISES[surprise]

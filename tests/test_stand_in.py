@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import in_pairs
 from exactly import STEPS, numbers_of, plain_numbers_of, trained
 from inside import different
 from torch import Tensor, nn
@@ -154,12 +155,11 @@ def views_written_in_place() -> list[Tensor]:
 WAYS = [("0%", "cpu"), ("60%", "chaos:1")]
 
 
-@pytest.mark.parametrize(("share", "device"), WAYS)
-@pytest.mark.parametrize("actions", ACTIONS, ids="+".join)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients_have_the_same_bits(name, actions, share, device):
+@in_pairs(name=PROGRAMS, actions=map("+".join, ACTIONS), way=WAYS)
+def test_gradients_have_the_same_bits(name, actions, way):
+    share, device = way
     plain = plain_numbers_of(PROGRAMS[name])
-    with delta.evict(activations=share, policy=policy(*actions), device=device) as session:
+    with delta.evict(activations=share, policy=policy(*actions.split("+")), device=device) as session:
         evicted = numbers_of(PROGRAMS[name])
     assert different(plain, evicted) == []
     assert session._core is not None

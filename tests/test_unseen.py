@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from covering import in_pairs
+from covering import in_pairs, in_turns
 from test_kept import gradients
 from test_noted import KEEP, RECOMPUTE, SWAP, counted, nothing_left, planned
 from torch import Tensor, nn
@@ -302,8 +302,7 @@ def same_under(name: str, activations: str, numbers: Callable[[], list[Tensor]])
     return all(map(torch.equal, plain, evicted))
 
 
-@pytest.mark.parametrize("activations", ["0%", "50%"])
-@pytest.mark.parametrize("name", ["delta", "swap", "recompute", "capuchin"])
+@in_turns(name=["delta", "swap", "recompute", "capuchin"], activations=["0%", "50%"])
 def test_the_gradient_of_a_gradient_of_an_lstm(name, activations):
     """Its formula writes into chunks of one storage, and saves that after each write."""
 
