@@ -310,9 +310,7 @@ class Learner(Underway):
                 self.current.idle = False
 
     def saved(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
-        """First save of a record in this step."""
-        if self.given_up:
-            return
+        """First save of a record in this step. A step that was given up has no sizes to hold it against."""
         if kind is not Kind.PARAMETER:
             self._check_size(len(self.log.saves), nbytes)
         super(Learner, self).saved(record, nbytes, kind, now_ns)

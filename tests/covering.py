@@ -14,28 +14,35 @@ Combination = tuple[int, ...]  # the position of each parameter's value
 
 
 def in_pairs(**values: Iterable[object]) -> pytest.MarkDecorator:
-    """Parametrizes with every combination; by default any two values meet."""
+    """Parametrizes with every combination; by default any two values meet, those without marks in what has none: a
+    combination that is skipped here stands for no other."""
     lists = [list(each) for each in values.values()]
-    return _parametrized(values, lists, _covering(_every(lists)))
+    every = list(product(*(range(len(each)) for each in lists)))
+    unmarked = set(product(*_unmarked(lists)))
+    chosen = _covering([each for each in every if each in unmarked], [])
+    return _parametrized(values, lists, every, _covering(every, chosen))
 
 
 def in_turns(**values: Iterable[object]) -> pytest.MarkDecorator:
-    """Parametrizes with every combination; by default each value comes once, those of shorter lists in turns: for tests
-    in which the values of the longest list differ most."""
+    """Parametrizes with every combination; by default each value comes once, those of shorter lists in turns, and those
+    with marks not at all: for tests in which the values of the longest list differ most."""
     lists = [list(each) for each in values.values()]
-    longest = max(map(len, lists))
-    return _parametrized(values, lists, {tuple(turn % len(each) for each in lists) for turn in range(longest)})
+    every = list(product(*(range(len(each)) for each in lists)))
+    unmarked = _unmarked(lists)
+    longest = max(map(len, unmarked))
+    chosen = [tuple(each[turn % len(each)] for each in unmarked) for turn in range(longest)]
+    return _parametrized(values, lists, every, chosen)
 
 
-def _every(lists: list[list[object]]) -> list[Combination]:
-    return list(product(*(range(len(each)) for each in lists)))
+def _unmarked(lists: list[list[object]]) -> list[list[int]]:
+    return [[at for at, value in enumerate(each) if not _with_marks(value)[1]] for each in lists]
 
 
 def _parametrized(
-    names: Iterable[str], lists: list[list[object]], chosen: Collection[Combination]
+    names: Iterable[str], lists: list[list[object]], every: list[Combination], chosen: list[Combination]
 ) -> pytest.MarkDecorator:
     params = []
-    for combination in _every(lists):
+    for combination in every:
         given = [_with_marks(each[at]) for each, at in zip(lists, combination, strict=True)]
         marks = [mark for _, marks in given for mark in marks]
         marks += [] if combination in chosen else [pytest.mark.slow]
@@ -47,10 +54,11 @@ def _with_marks(value: object) -> tuple[object, Collection[pytest.MarkDecorator 
     return (value.values[0], value.marks) if isinstance(value, type(pytest.param())) else (value, ())
 
 
-def _covering(every: list[Combination]) -> list[Combination]:
-    """Each time the one in which most pairs meet that have not met before."""
+def _covering(every: list[Combination], chosen: list[Combination]) -> list[Combination]:
+    """What is `chosen`, and more: each time the one in which most pairs meet that have not met before."""
+    chosen = list(chosen)
     missing = {pair for combination in every for pair in _pairs(combination)}
-    chosen = []
+    missing -= {pair for combination in chosen for pair in _pairs(combination)}
     while missing:
         best = max(every, key=lambda combination: len(missing & _pairs(combination)))
         chosen.append(best)

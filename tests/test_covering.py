@@ -37,9 +37,27 @@ def test_in_turns_each_value_of_the_longest_list_comes_once_and_the_others_evenl
         assert Counter(each[at] for each in chosen) == dict.fromkeys(values, 12 // len(values))
 
 
-def test_marks_of_values_are_those_of_their_combinations():
-    devices = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-    _, params = in_turns(case=["a", "b", "c"], device=devices).args
+CARD = pytest.param("cuda", marks=pytest.mark.cuda)
+
+
+def test_a_combination_with_a_mark_stands_for_no_other():
+    """It may be skipped."""
+    lists = {"how": ["a", "b", "c"], "policy": ["swap", "recompute", "delta"], "device": ["cpu", "chaos", CARD]}
+    _, params = in_pairs(**lists).args
     marks = {param.values: {mark.name for mark in param.marks} for param in params}
-    assert marks["a", "cpu"] == marks["c", "cpu"] == set() and marks["b", "cuda"] == {"cuda"}
-    assert marks["b", "cpu"] == {"slow"} and marks["a", "cuda"] == marks["c", "cuda"] == {"cuda", "slow"}
+    assert all(("cuda" in names) is (values[-1] == "cuda") for values, names in marks.items())
+    chosen = [values for values, names in marks.items() if not names]
+    for one, other in combinations(range(3), 2):
+        met = {(values[one], values[other]) for values in chosen}
+        assert met == {
+            pair for pair in product(*list(lists.values())[one : other + 1 : other - one]) if CARD not in pair
+        }
+    on_card = [values for values, names in marks.items() if names == {"cuda"}]
+    assert {values[0] for values in on_card} == {"a", "b", "c"}
+    assert {values[1] for values in on_card} == {"swap", "recompute", "delta"}
+
+
+def test_in_turns_what_has_marks_is_among_the_slow():
+    _, params = in_turns(case=["a", "b", "c"], device=["cpu", CARD]).args
+    marks = {param.values: {mark.name for mark in param.marks} for param in params}
+    assert all(marks[case, "cpu"] == set() and marks[case, "cuda"] == {"cuda", "slow"} for case in "abc")
