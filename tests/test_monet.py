@@ -16,7 +16,7 @@ from test_planner import chain, chain_log, may_go, step_logs
 import delta
 from delta.config import PlannerConfig
 from delta.errors import PolicyError
-from delta.planner import PLANNERS, Task, forecast, plan_step
+from delta.planner import PLANNERS, Task, forecast, greedy, plan_step
 from delta.planner.backward import BackwardOnly
 from delta.planner.cover import Cover, Rows
 from delta.planner.program import Program
@@ -243,6 +243,29 @@ def test_the_limit_is_held_where_the_greedy_planner_cannot():
         fits["monet"] += monet(task).peak_bytes <= task.limit_bytes
         fits["greedy"] += plan_step(graph, task.limit_bytes, LINK, task.allowed).peak_bytes <= task.limit_bytes
     assert fits["monet"] > fits["greedy"]
+
+
+def greedy_peaks(seeds, percent):
+    """The peaks of greedy plans for random steps, over their limits."""
+    graphs = [random_step(seed) for seed in seeds]
+    limits = [graph.unevicted_bytes * percent // 100 for graph in graphs]
+    plans = (plan_step(graph, limit, LINK, (KEEP, RECOMPUTE)) for graph, limit in zip(graphs, limits, strict=True))
+    return [plan.peak_bytes / limit for plan, limit in zip(plans, limits, strict=True)]
+
+
+def test_a_greedy_choice_that_does_not_fit_is_made_again_at_drawn_costs(monkeypatch):
+    again = greedy_peaks(range(40), 70)
+    assert greedy_peaks(range(40), 70) == again, "the same each time"
+    monkeypatch.setattr(greedy, "DRAWS", 0)
+    once = greedy_peaks(range(40), 70)
+    assert all(now <= before and (now == before or before > 1) for now, before in zip(again, once, strict=True))
+    assert [seed for seed in range(40) if again[seed] <= 1 < once[seed]] == [12, 14, 33]
+
+
+def test_a_greedy_choice_that_takes_long_is_not_made_again(monkeypatch):
+    assert max(greedy_peaks([12, 14, 33], 70)) <= 1
+    monkeypatch.setattr(greedy, "TRIED", 100)  # of ops and storages, which are some 16
+    assert min(greedy_peaks([12, 14, 33], 70)) > 1
 
 
 @pytest.mark.parametrize("seed", [5, 11, 33])

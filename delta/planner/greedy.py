@@ -7,6 +7,10 @@ the compute time its copies take plus what the link cannot hide; that of encodin
 and frees only what the encoded form does not take; a stand-in adds its chain too where a replay reads it. When it fits,
 evictions that turn out not to be needed are taken back, dearest first.
 
+The cheapest way into the room there is may be a dead end: chains that are all replayed at once where what they begin
+at has gone, too. Where nothing more can be evicted and the forecast is over the limit, the choice is made again a few
+times with costs that are drawn and not measured, until one fits.
+
 Where copies back come late in the end, another plan is made without swaps, and the better one is taken.
 
 Costs are kept in `Prices` and looked at again only where something changed, and a forecast is made only when a whole
@@ -17,7 +21,9 @@ Bounds: no optimality; the covering integer program (policy `monet`) is for that
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
@@ -34,6 +40,9 @@ BATCH = 0.34
 NARROW = 0.5
 # Evictions are tried without one by one for as many forecasts as pass this many ops and storages.
 TRIED = 10_000
+# A choice that does not fit is made again so often at most, and never where one takes more than a share of `TRIED`.
+DRAWS, TRIALS_A_DRAW = 4, 8
+SPREAD = 1.0  # of the logarithm of drawn costs
 # The worst position is looked for this often at most; what is over then is left to the engine, which holds the limit.
 ROUNDS = 16
 
@@ -79,27 +88,42 @@ class _Greedy:
         self.begun = begun or [Action.KEEP] * len(graph.saved)
         self.sizes = graph.saved_bytes
         self.forecaster = Forecaster(graph, link)
-        self._begin(NARROW)
+        self.trials = TRIED // (1 + len(graph.ops) + len(graph.saved))
 
-    def _begin(self, narrow: float) -> None:
-        self.narrow = narrow
+    def _begin(self, priced: StepGraph, narrow: float) -> None:
+        self.priced, self.narrow = priced, narrow
         self.actions = list(self.begun)
         self.cut: set[int] = set()  # links that are there so that chains end at them
-        self.prices = Prices(self.graph, self.link, self.allowed, self.forced, self.actions)
+        self.prices = self._prices()
         self.now: Forecast = self.forecaster.forecast(self.actions)
 
     def run(self) -> None:
         """Choose `actions`, of which `now` is the forecast."""
-        self._fit()
-        if self.now.peak_bytes > self.limit and self.cut:  # it may go without cutting as long as there are other ways
-            cut = self.actions, self.now
-            self._begin(0.0)
-            self._fit()
-            if cut[1].peak_bytes <= self.now.peak_bytes:
-                self.actions, self.now = cut
+        self._fit(self.graph)
+        for draw in range(min(DRAWS, self.trials // TRIALS_A_DRAW)):
+            if self.now.peak_bytes <= self.limit:
+                break
+            known = self.actions, self.now
+            self._fit(_drawn(self.graph, draw))
+            self._rather(*known)
         self._take_back()
 
-    def _fit(self) -> None:
+    def _fit(self, priced: StepGraph) -> None:
+        """... at the costs of `priced`."""
+        self._begin(priced, NARROW)
+        self._relieve_all()
+        if self.now.peak_bytes > self.limit and self.cut:  # it may go without cutting as long as there are other ways
+            cut = self.actions, self.now
+            self._begin(priced, 0.0)
+            self._relieve_all()
+            self._rather(*cut)
+
+    def _rather(self, actions: list[Action], now: Forecast) -> None:
+        """These, where those at hand come to no lower peak."""
+        if now.peak_bytes <= self.now.peak_bytes:
+            self.actions, self.now = actions, now
+
+    def _relieve_all(self) -> None:
         for _ in range(ROUNDS):
             if self.now.peak_bytes <= self.limit or not self._relieve():
                 break
@@ -183,7 +207,10 @@ class _Greedy:
         for v in links:
             self.actions[v] = action
         self.cut.update(links)
-        self.prices = Prices(self.graph, self.link, self.allowed, self.forced, self.actions)
+        self.prices = self._prices()
+
+    def _prices(self) -> Prices:
+        return Prices(self.priced, self.link, self.allowed, self.forced, self.actions)
 
     # -- what was not needed --------------------------------------------------------------------------------------
     def _take_back(self) -> None:
@@ -191,12 +218,11 @@ class _Greedy:
         for which there is plainly room, as far as the forecast bears it out."""
         if self.now.peak_bytes > self.limit:
             return
-        trials = TRIED // (1 + len(self.graph.ops) + len(self.actions))
-        if len(self._evicted()) > trials:
+        if len(self._evicted()) > self.trials:
             spared = self._spared()
             while spared and not self._try_without(spared):
                 spared = spared[: len(spared) // 2]
-        for v in self._evicted()[:trials]:
+        for v in self._evicted()[: self.trials]:
             self._try_without([v])
 
     def _try_without(self, orders: Sequence[int]) -> bool:
@@ -244,3 +270,10 @@ class _Greedy:
         if self.actions[v] is Action.ENCODE:
             return node.encode_ns + node.decode_ns
         return self.graph.ops[node.op].cost_ns if node.op is not None else 0.0
+
+
+def _drawn(graph: StepGraph, draw: int) -> StepGraph:
+    """The step with costs of its ops that tell nothing of one another."""
+    costs = random.Random(draw)
+    ops = (replace(op, cost_ns=int(1000 * costs.lognormvariate(0, SPREAD))) for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
