@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import time
 import warnings
@@ -196,6 +197,15 @@ class Core(Entrance):
         if self.watch.count:
             return True
         return not self.engine.learner.in_step and self.may_watch and self.engine.may_only_watch
+
+    def fits_watched(self) -> float:
+        """So many bytes may be watched before it need be asked whether they are too many."""
+        budget, limit = self.engine.budget, self.engine.limit_bytes
+        if budget.unlimited:
+            return math.inf
+        if budget.device_bytes is not None or limit is None:  # others use some of it, and nobody tells when
+            return -1
+        return limit - self.engine.ledger.unevicted_bytes  # what is left over from other steps may all come back
 
     def watched_too_much(self) -> bool:
         """Whether what is watched is over the limit."""

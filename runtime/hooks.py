@@ -50,23 +50,26 @@ class Hooks:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._device, self._persistent = core.device.torch_device, core.persistent
+        self._watch, self._step_ends = core.watch, core.engine.step_ends
         self._elsewhere: torch.device | None = None  # where a tensor was saved that is not looked after
 
     def pack(self, tensor: Tensor) -> Handle | Watched | KeptTensor | NotedTensor | Passed:
         core = self._core
-        if not self._wanted(tensor):
+        storage = self._wanted(tensor)
+        if storage is None:
             return Passed(tensor)
-        if core.engine.step_ends.needed:
+        if self._step_ends.needed:
             core.forward_again()
-        if core.watching():
-            watched = core.watch.pack(tensor)
-            if core.watch.count == 1:
+        watch = self._watch
+        if watch.count or core.watching():  # nothing is called here that need not be: each call is felt in small steps
+            watched = watch.pack(tensor, storage)
+            if watch.count == 1:
                 core.at_pack(sys._getframe().f_back)
-            if core.watched_too_much():
+            if watch.doubtful and core.watched_too_much():
                 self._take_over(sys._getframe().f_back)
                 core.raise_warnings()
             return watched
-        nbytes = tensor.untyped_storage().nbytes()
+        nbytes = storage.nbytes()
         by_structure = core.engine.learner.by_structure
         signature = structure_of(tensor) if by_structure else signature_of(tensor, nbytes)
         if (kept := core.kept.pack(tensor, nbytes, signature)) is not None:
@@ -91,12 +94,23 @@ class Hooks:
         for watched in self._core.watch.hand_over():
             tensor = watched.tensor
             assert tensor is not None
-            watched.taken = self._handle(tensor, watched.version, watched.nbytes, signature_of(tensor, watched.nbytes))
+            nbytes = tensor.untyped_storage().nbytes()
+            watched.taken = self._handle(tensor, watched.version, nbytes, signature_of(tensor, nbytes))
             watched.tensor = None
             del tensor
         self._core.at_pack(caller)
 
     def unpack(self, packed: Handle | Watched | KeptTensor | NotedTensor | Passed) -> Tensor:
+        if type(packed) is Watched:
+            tensor = packed.tensor
+            if tensor is not None:
+                if not self._step_ends.needed or packed.saved[2] != self._step_ends.stretch:
+                    self._watch.need(packed.saved[2])
+                if tensor._version != packed.version:
+                    raise _modified(tensor.dtype, tuple(tensor.size()), tensor._version, packed.version)
+                return tensor
+            assert packed.taken is not None
+            packed = packed.taken
         if type(packed) is Passed:
             if self._elsewhere is not None:
                 if self.all_elsewhere is not None:
@@ -104,12 +118,6 @@ class Hooks:
                     self._core.raise_warnings()
                 self._elsewhere = None
             return _unchanged(packed.tensor, packed.version)
-        if type(packed) is Watched:
-            if packed.taken is None:
-                assert packed.tensor is not None
-                packed.watch.need(packed)
-                return _unchanged(packed.tensor, packed.version)
-            packed = packed.taken
         if type(packed) is KeptTensor:
             if packed.taken is None:
                 return self._kept(packed)
@@ -173,17 +181,19 @@ class Hooks:
             f'block looks, so nothing was evicted: give device="{self._elsewhere}", or model='
         )
 
-    def _wanted(self, tensor: Tensor) -> bool:
+    def _wanted(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """The storage of an activation; None for what is none of Delta's business."""
         if not is_plain(tensor) or self._core.passes:
-            return False
+            return None
         if tensor.device != self._device:
             if tensor.numel() and tensor.dim():
                 self._elsewhere = tensor.device
-            return False
-        if self._persistent.holds(tensor, saved=True):
-            return False
+            return None
+        storage = tensor.untyped_storage()
+        if self._persistent.holds_storage(tensor, storage, saved=True):
+            return None
         numel = tensor.numel()
-        return numel > 1 or (numel == 1 and tensor.dtype is not torch.bool)
+        return storage if numel > 1 or (numel == 1 and tensor.dtype is not torch.bool) else None
 
 
 def _for_its_node(packed: Handle | KeptTensor | NotedTensor, tensor: Tensor) -> Tensor:

@@ -66,9 +66,12 @@ class Persistent:
     def _registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         self._new.append(weakref.ref(module))
 
-    def holds(self, tensor: Tensor, saved: bool = False) -> bool:
-        """Whether the tensor's storage is a parameter's or a buffer's; `saved`: and a module has run on it."""
-        storage = tensor.untyped_storage()
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is a parameter's or a buffer's."""
+        return self.holds_storage(tensor, tensor.untyped_storage())
+
+    def holds_storage(self, tensor: Tensor, storage: torch.UntypedStorage, saved: bool = False) -> bool:
+        """... which is that one; `saved`: and a module has run on it."""
         known = self._known.get(storage._cdata)
         if known is not None and known() is storage:
             return True

@@ -24,81 +24,99 @@ if TYPE_CHECKING:
 
 _MANY = 4096
 
+Saved = tuple[int, int, int]
+"""A storage, its bytes, and the stretch of forward in which a tensor on it was saved."""
+
 
 class Watched:
     """A saved tensor that is only counted, until `taken` says that the core looks after it."""
 
-    __slots__ = ("__weakref__", "counted", "key", "nbytes", "stretch", "taken", "tensor", "version", "watch")
+    __slots__ = ("__weakref__", "saved", "taken", "tensor", "version", "watch")
 
-    def __init__(self, watch: Watch, tensor: Tensor, key: int, nbytes: int, stretch: int) -> None:
-        self.watch = watch
-        self.tensor: Tensor | None = without_graph(tensor)
+    def __init__(self, tensor: Tensor, saved: Saved) -> None:
+        self.watch: Watch | None = None  # that counts it
+        self.tensor: Tensor | None = tensor if tensor.is_leaf else without_graph(tensor)
         self.version = tensor._version
-        self.key = key
-        self.nbytes = nbytes
-        self.stretch = stretch
+        self.saved = saved
         self.taken: Handle | None = None
-        self.counted = False
 
     def __del__(self) -> None:
-        if self.counted:
-            self.watch.died(self)
+        if self.watch is not None:
+            self.watch.died(self.saved)
 
 
 class Watch:
-    """Counts bytes of unique storages with a live saved tensor, one step after the other."""
+    """Counts bytes of unique storages with a live saved tensor, one step after the other.
+
+    Tensors die anywhere, in any thread, and mostly in backward: they are counted out together, when somebody asks for
+    the bytes, or when the step may have ended with them.
+    """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._ends = core.engine.step_ends
         self._first = 0  # stretch of the step under way
         self._lock = threading.RLock()
+        self._enter, self._leave = self._lock.acquire, self._lock.release  # a `with` takes twice as long
         self._users: dict[int, int] = {}  # storage -> live saved tensors on it
+        self._dead: list[Saved] = []  # of them, those that are dead by now
         self._handles: list[weakref.ref[Watched]] = []
         self._most_handles = _MANY  # then the dead are forgotten: no step may ever end
         self._began_ns = 0
-        self.resident_bytes = 0
+        self._resident_bytes = 0
         self.peak_bytes = 0
-        self.count = 0  # saved tensors of the step under way
+        self.count = 0  # saved tensors of the step under way, but for those that have been counted out
+        self.doubtful = False  # so many bytes are resident that it should be asked whether they fit
+        self._fits_bytes = 0.0
 
-    def pack(self, tensor: Tensor) -> Watched:
-        """Count a saved tensor."""
-        storage = tensor.untyped_storage()
+    @property
+    def resident_bytes(self) -> int:
+        if self._dead:
+            self._count_out()
+        return self._resident_bytes
+
+    def pack(self, tensor: Tensor, storage: torch.UntypedStorage) -> Watched:
+        """Count a saved tensor, on that storage."""
+        if self._dead:
+            self._count_out()
         key, nbytes = storage._cdata, storage.nbytes()
-        watched = Watched(self, tensor, key, nbytes, self._ends.stretch)
-        with self._lock:
+        watched = Watched(tensor, (key, nbytes, self._ends.stretch))
+        self._enter()
+        try:
             if not self.count:
                 self._began_ns = time.perf_counter_ns()
-                self.peak_bytes = self.resident_bytes
+                self._fits_bytes = self._core.fits_watched()
+                self.peak_bytes = self._resident_bytes
             self.count += 1
-            watched.counted = True
-            users = self._users.get(key, 0)
-            self._users[key] = users + 1
-            if not users:
-                self.resident_bytes += nbytes
-                if self.resident_bytes > self.peak_bytes:
-                    self.peak_bytes = self.resident_bytes
+            watched.watch = self
+            users = self._users
+            if key in users:
+                users[key] += 1
+            else:
+                users[key] = 1
+                self._resident_bytes += nbytes
+                if self._resident_bytes > self.peak_bytes:
+                    self.peak_bytes = self._resident_bytes
+                self.doubtful = self._resident_bytes > self._fits_bytes
             if len(self._handles) == self._most_handles:
                 self._forget_dead()
                 self._most_handles = max(_MANY, 2 * len(self._handles))
             self._handles.append(weakref.ref(watched))
+        finally:
+            self._leave()
         return watched
 
-    def died(self, watched: Watched) -> None:
+    def died(self, saved: Saved) -> None:
         """Called by a dying tensor, from anywhere. The step ends with the last one."""
-        if self._core.abandoned:
-            return
-        with self._lock:
-            ended = self._uncount(watched) and self.count == 0
-            if ended:
-                self._forget_dead()
-        if ended:  # not under the lock: the core takes its own first and this one second
-            self._core.watched_step(self.peak_bytes, self._began_ns)
+        dead = self._dead
+        dead.append(saved)
+        if len(dead) >= self.count:
+            self._count_out()
 
-    def need(self, watched: Watched) -> None:
-        """Somebody asks for a saved tensor."""
+    def need(self, stretch: int) -> None:
+        """Somebody asks for a saved tensor of that stretch."""
         if torch._C._current_graph_task_id() != -1:
-            self._ends.need(watched.stretch)
+            self._ends.need(stretch)
 
     def forward_again(self) -> None:
         """Forward goes on after backward has asked for something: what is still saved may be left over."""
@@ -115,21 +133,36 @@ class Watch:
             alive = [watched for ref in self._handles if (watched := ref()) is not None]
             self._handles.clear()
             for watched in alive:
-                self._uncount(watched)
+                watched.watch = None
+                self._dead.append(watched.saved)
+            self._take_out()
         return alive
+
+    def _count_out(self) -> None:
+        if self._core.abandoned or self._lock._is_owned():  # type: ignore[attr-defined]
+            return  # in a forked process; or while another tensor is counted, with which the step goes on
+        with self._lock:
+            ended = self._take_out()
+            if ended:
+                self._forget_dead()
+        if ended:  # not under the lock: the core takes its own first and this one second
+            self._core.watched_step(self.peak_bytes, self._began_ns)
+
+    def _take_out(self) -> bool:
+        """Whether the step under way has ended by it."""
+        dead, users, own = self._dead, self._users, 0
+        gone = dead[:]  # others may die meanwhile
+        del dead[: len(gone)]
+        for key, nbytes, stretch in gone:
+            own += stretch >= self._first
+            left = users[key] - 1
+            if left:
+                users[key] = left
+            else:
+                del users[key]
+                self._resident_bytes -= nbytes
+        self.count -= own
+        return own > 0 and self.count == 0
 
     def _forget_dead(self) -> None:
         self._handles = [ref for ref in self._handles if ref() is not None] if self._users else []
-
-    def _uncount(self, watched: Watched) -> bool:
-        """Whether it was saved in the step under way."""
-        watched.counted = False
-        own = watched.stretch >= self._first
-        self.count -= own
-        users = self._users[watched.key] - 1
-        if users:
-            self._users[watched.key] = users
-        else:
-            del self._users[watched.key]
-            self.resident_bytes -= watched.nbytes
-        return own

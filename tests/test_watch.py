@@ -1,7 +1,9 @@
 """Idle mode: steps that fit are only watched, and a batch larger than any before is still held."""
 
+import threading
 import weakref
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -168,3 +170,85 @@ def test_a_hand_over_that_fails_midway_leaves_the_count_right(spill_dir, monkeyp
     assert torch.equal(grad, x.exp().cos() * x.exp())
     for mine, its in zip(plain, evicted, strict=True):
         assert all(map(torch.equal, mine, its))
+
+
+def test_what_is_resident_is_what_live_saved_tensors_take() -> None:
+    """Sin saves what it is given. Those that die in forward are counted out late, and in time for the next peak."""
+    random, saved = Random(0), list[tuple[int, torch.Tensor]]()
+    given = [torch.randn(random.randint(2, 100), requires_grad=True) for _ in range(30)]
+    peak_bytes = 0
+    with delta.evict(device="cpu") as run:
+        assert run._core is not None
+        watch, dead_at_once = run._core.watch, 0
+        for _ in range(300):
+            if saved and random.random() < 0.4:
+                for _ in range(random.randint(1, 3)):
+                    if len(saved) > 1:
+                        saved.pop(random.randrange(len(saved)))
+                dead_at_once = max(dead_at_once, len(watch._dead))
+            else:
+                which = random.randrange(30)
+                saved.append((which, given[which].sin()))
+            bytes_now = sum(given[which].untyped_storage().nbytes() for which in {which for which, _ in saved})
+            peak_bytes = max(peak_bytes, bytes_now)
+            if random.random() < 0.3:
+                assert watch.resident_bytes == bytes_now
+        assert dead_at_once > 3 and run._core.engine.totals.steps == 0
+        assert watch.peak_bytes == peak_bytes
+        saved.clear()
+        assert (watch.count, watch.resident_bytes, watch._users, watch._dead) == (0, 0, {}, [])
+        assert run._core.engine.totals.steps == 1
+    assert run.report().peak_activation_bytes == peak_bytes
+
+
+def test_saved_tensors_that_die_in_other_threads_are_counted_out() -> None:
+    x = torch.randn(16, requires_grad=True)
+    with delta.evict(device="cpu") as run:
+        assert run._core is not None
+        watch, steps = run._core.watch, 20
+        for step_ in range(steps):
+            shares = [[x.sin() for _ in range(50)] for _ in range(4)]
+            more: list[torch.Tensor] = []
+            threads = [threading.Thread(target=share.clear) for share in shares]
+            for thread in threads:
+                thread.start()
+                more.append(x.sin())
+            for thread in threads:
+                thread.join()
+            assert run._core.engine.totals.steps == step_
+            more.clear()
+            assert (watch.count, watch.resident_bytes, watch._users) == (0, 0, {})
+            assert run._core.engine.totals.steps == step_ + 1
+
+
+def test_what_is_left_over_of_another_step_is_none_of_this_one() -> None:
+    x = torch.randn(16, requires_grad=True)
+    with delta.evict(device="cpu") as run:
+        assert run._core is not None
+        watch, totals = run._core.watch, run._core.engine.totals
+        left_over = [x.exp() for _ in range(3)]
+        for _ in range(3):  # from the third one on it is known that a step is one forward and one backward
+            x.sin().sum().backward()
+        saved = [x.sin() for _ in range(3)]
+        steps = totals.steps
+        assert watch.count == 3 and steps > 0
+        left_over.clear()
+        saved.pop()
+        assert watch.resident_bytes == 64 and (watch.count, totals.steps) == (2, steps)
+        saved.clear()
+        assert (watch.count, watch._users, totals.steps) == (0, {}, steps + 1)
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+def test_what_is_left_over_of_a_step_that_was_looked_after_takes_room(spill_dir) -> None:
+    large, small = torch.randn(1000, requires_grad=True), torch.randn(10, requires_grad=True)
+    with delta.evict(activations=6000, policy=policy(spill_dir), device="cpu") as run:
+        assert run._core is not None
+        left_over = (large * 2).sin()
+        for _ in range(4):
+            small.sin().sum().backward()
+        saved = small.sin()
+        assert run._core.watch.count == 1 and run._core.engine.ledger.handles == 1
+        more = (large * 3).sin()
+        assert run._core.watch.count == 0, "both together are too much, so all are looked after"
+        (left_over.sum() + more.sum() + saved.sum()).backward()
