@@ -3,8 +3,10 @@
 The innermost pair of saved-tensor hooks wins. A non-reentrant checkpoint installs hooks of its own for its forward, so
 that Delta sees neither what is saved there nor what it is given. A reentrant one runs without gradients and saves its
 inputs under Delta's hooks. Both compute again inside backward; what the reentrant one saves then is Delta's again.
+What selective checkpointing keeps is held beside autograd; from PyTorch 2.14 on it may be given to the hooks.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -26,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),
     # The inner of two reentrant checkpoints is called in the forward of the outer, where gradients are off.
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning"),  # 2.14, if nothing is said
 ]
 
 WIDTH = 16
@@ -98,10 +101,10 @@ def nested(inner: bool, outer: bool) -> Wrap:
     return run
 
 
-def selective(chosen: object) -> Wrap:
+def selective(chosen: object, **more: object) -> Wrap:
     """Selective checkpointing: the chosen ops' results are kept, the rest is recomputed."""
     contexts = partial(create_selective_checkpoint_contexts, chosen)
-    return lambda part, x: checkpoint(part, x, use_reentrant=False, context_fn=contexts)
+    return lambda part, x: checkpoint(part, x, use_reentrant=False, context_fn=contexts, **more)
 
 
 def keep_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -174,3 +177,13 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
 @in_turns(name=CASES, policy=POLICIES)
 def test_numbers_equal_plain(name, policy):
     exact(CASES[name], policy)
+
+
+@pytest.mark.skipif(
+    "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters, reason="since PyTorch 2.14"
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_selective_checkpointing_gives_to_the_hooks_is_evicted(policy):
+    seen = exact(partial(train, selective(PRODUCTS, respect_saved_tensors_hooks=True)), policy)
+    unseen = exact(partial(train, selective(PRODUCTS, respect_saved_tensors_hooks=False)), policy)
+    assert sum(seen.evictions.values()) > sum(unseen.evictions.values())

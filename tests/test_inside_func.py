@@ -17,7 +17,7 @@ import delta
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),  # forward mode uses it
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),  # forward mode uses it
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),  # so does func.linearize
 ]
 

@@ -22,7 +22,7 @@ import delta
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated"),
     pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning"),
 ]
 
