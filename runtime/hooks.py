@@ -104,8 +104,9 @@ class Hooks:
         if type(packed) is Watched:
             tensor = packed.tensor
             if tensor is not None:
-                if not self._step_ends.needed or packed.saved[2] != self._step_ends.stretch:
-                    self._watch.need(packed.saved[2])
+                _, _, stretch = packed.saved
+                if not self._step_ends.needed or stretch != self._step_ends.stretch:
+                    self._watch.need(stretch)
                 if tensor._version != packed.version:
                     raise _modified(tensor.dtype, tuple(tensor.size()), tensor._version, packed.version)
                 return tensor

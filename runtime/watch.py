@@ -35,7 +35,7 @@ class Watched:
 
     def __init__(self, tensor: Tensor, saved: Saved) -> None:
         self.watch: Watch | None = None  # that counts it
-        self.tensor: Tensor | None = tensor if tensor.is_leaf else without_graph(tensor)
+        self.tensor: Tensor | None = without_graph(tensor)
         self.version = tensor._version
         self.saved = saved
         self.taken: Handle | None = None
@@ -97,7 +97,7 @@ class Watch:
                 self._resident_bytes += nbytes
                 if self._resident_bytes > self.peak_bytes:
                     self.peak_bytes = self._resident_bytes
-                self.doubtful = self._resident_bytes > self._fits_bytes
+            self.doubtful = self._resident_bytes > self._fits_bytes
             if len(self._handles) == self._most_handles:
                 self._forget_dead()
                 self._most_handles = max(_MANY, 2 * len(self._handles))
