@@ -23,6 +23,7 @@ from delta.descent import Descent
 from delta.errors import BudgetError
 from delta.expected import Expected
 from delta.headroom import HeadRoom
+from delta.idle import Idle
 from delta.keeping import Keeping, Kept
 from delta.layout import Layout
 from delta.ledger import Ledger
@@ -93,6 +94,7 @@ class Engine:
         self._room = room = Room(
             policy, budget, ledger, self.queue, learner, totals, keeping, layout, announced, self._by_position
         )
+        self.idle = Idle(budget, ledger, learner, room)
         self._recall = recall = Recall(policy, ledger, self.queue, learner, room)
         self._descent = Descent(ledger)
         self._settling = Settling(policy, ledger, room, learner, self._descent)
@@ -160,11 +162,6 @@ class Engine:
         if self.budget.device_bytes is not None:
             return self.budget.device_bytes
         return self.budget.limit_bytes(max(self.totals.unevicted_peak_bytes, self.step_unevicted_peak_bytes))
-
-    @property
-    def may_only_watch(self) -> bool:
-        """Whether the next step is expected to fit, so that counting its bytes is enough."""
-        return self.budget.unlimited or self.learner.all_idle
 
     def recording(self, on: bool) -> None:
         """The recorder was turned on or off; a step it did not see whole cannot be learned from."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import os
 import time
 import warnings
@@ -196,26 +195,11 @@ class Core(Entrance):
         """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""
         if self.watch.count:
             return True
-        return not self.engine.learner.in_step and self.may_watch and self.engine.may_only_watch
-
-    def fits_watched(self) -> float:
-        """So many bytes may be watched before it need be asked whether they are too many."""
-        budget, limit = self.engine.budget, self.engine.limit_bytes
-        if budget.unlimited:
-            return math.inf
-        if budget.device_bytes is not None or limit is None:  # others use some of it, and nobody tells when
-            return -1
-        return limit - self.engine.ledger.unevicted_bytes  # what is left over from other steps may all come back
+        return not self.engine.learner.in_step and self.may_watch and self.engine.idle.expected
 
     def watched_too_much(self) -> bool:
         """Whether what is watched is over the limit."""
-        budget = self.engine.budget
-        if budget.unlimited:
-            return False
-        if budget.device_bytes is not None:
-            return self.device.used_bytes() > budget.device_bytes - budget.reserve_bytes
-        limit = self.engine.limit_bytes
-        return limit is not None and self.engine.ledger.resident_bytes + self.watch.resident_bytes > limit
+        return self.engine.idle.is_over(self.watch.resident_bytes, self.device.used_bytes)
 
     def watched_step(self, peak_bytes: int, began_ns: int) -> None:
         """A step that was only watched has ended."""

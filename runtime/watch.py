@@ -67,7 +67,7 @@ class Watch:
         self.peak_bytes = 0
         self.count = 0  # saved tensors of the step under way, but for those that have been counted out
         self.doubtful = False  # so many bytes are resident that it should be asked whether they fit
-        self._fits_bytes = 0.0
+        self._unasked_bytes = 0.0
 
     @property
     def resident_bytes(self) -> int:
@@ -85,7 +85,7 @@ class Watch:
         try:
             if not self.count:
                 self._began_ns = time.perf_counter_ns()
-                self._fits_bytes = self._core.fits_watched()
+                self._unasked_bytes = self._core.engine.idle.unasked_bytes
                 self.peak_bytes = self._resident_bytes
             self.count += 1
             watched.watch = self
@@ -97,7 +97,7 @@ class Watch:
                 self._resident_bytes += nbytes
                 if self._resident_bytes > self.peak_bytes:
                     self.peak_bytes = self._resident_bytes
-            self.doubtful = self._resident_bytes > self._fits_bytes
+            self.doubtful = self._resident_bytes > self._unasked_bytes
             if len(self._handles) == self._most_handles:
                 self._forget_dead()
                 self._most_handles = max(_MANY, 2 * len(self._handles))

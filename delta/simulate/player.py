@@ -91,7 +91,7 @@ class Player:
         self._results.clear()
         self._backward = False
         self.replay_ns = self.encoding_ns = self.bookkeeping_ns = 0
-        own = self._own = self._trace.bookkeeping if not self.engine.may_only_watch else FREE
+        own = self._own = self._trace.bookkeeping if not self.engine.idle.expected else FREE
         self._ways, self._told = self.engine.learner.steady_ways() if own != FREE else None, 0
         self._kept, self._order = self.engine.learner.steady_kept() if own != FREE else set(), {}
         played = timed or self._trace

@@ -1,0 +1,42 @@
+"""Idle steps: whether what is only watched, and not recorded, fits (promise P2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from delta.budget import Budget
+from delta.learner import Learner
+from delta.ledger import Ledger
+from delta.room import Room
+
+
+class Idle:
+    """Decides when it is enough to count the bytes of saved tensors."""
+
+    def __init__(self, budget: Budget, ledger: Ledger, learner: Learner, room: Room) -> None:
+        self._budget, self._ledger, self._learner, self._room = budget, ledger, learner, room
+
+    @property
+    def expected(self) -> bool:
+        """Whether the next step is expected to fit."""
+        return self._budget.unlimited or self._learner.all_idle
+
+    @property
+    def unasked_bytes(self) -> float:
+        """So many may be watched before `is_over` need be asked."""
+        if self._budget.unlimited:
+            return math.inf
+        limit = self._room.limit_bytes
+        if self._budget.device_bytes is not None or limit is None:  # others use some of it, and nobody tells when
+            return -1
+        return limit - self._ledger.unevicted_bytes  # what is left over from other steps may all come back
+
+    def is_over(self, watched_bytes: int, used_bytes: Callable[[], int]) -> bool:
+        """Whether so much is too much. `used_bytes`: asks the device how much of it is in use."""
+        if self._budget.unlimited:
+            return False
+        if self._budget.device_bytes is not None:
+            return used_bytes() > self._budget.whole_bytes
+        limit = self._room.limit_bytes
+        return limit is not None and self._ledger.resident_bytes + watched_bytes > limit
