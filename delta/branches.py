@@ -104,6 +104,13 @@ def done_by(trunk: Profile, fork: Fork, profile: Profile) -> dict[int, Action]:
     return dict(enumerate(actions[:saved])) | later
 
 
+def read_by_trunk(profile: Profile) -> set[int]:
+    """What replays of the trunk read of what is saved before they part, by save order: a step that goes on by its
+    routine has to know more of that than its bytes."""
+    read = profile.trunk.routine.read if profile.trunk is not None and profile.trunk.routine is not None else ()
+    return set(read).intersection(profile.course.orders[: profile.trunk_packs])
+
+
 def _makers(profile: Profile) -> dict[int, tuple[int, int]]:
     """By save order of what a call of forward has made: the number of that call, and which of its results it is."""
     graph, found = profile.graph, dict[int, tuple[int, int]]()

@@ -8,11 +8,13 @@ use in all, where what is not an activation is measured and taken off: what the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from delta.units import Bytes, Share
 
 RETURNED = 0.7  # share of the unused room of a device budget that the next step may use
+LATELY = 8  # steps that had to evict
 
 
 @dataclass(slots=True)
@@ -26,13 +28,19 @@ class Budget:
     device_bytes: int | None = None
     reserve_bytes: int = 0
     other_bytes: int = 0  # device bytes in use that are not counted activations, the most seen lately
+    _needed: deque[int] = field(default_factory=lambda: deque(maxlen=LATELY))  # of these, by the last limited steps
 
-    def step_used(self, used_bytes: int) -> None:
-        """A step used at most this much of the device: what was taken for others and left unused is given back, most
-        of it at a time, since the peak between two looks is not seen."""
-        if self.device_bytes is not None and used_bytes:
-            spare_bytes = self.whole_bytes - used_bytes
-            self.other_bytes = max(0, self.other_bytes - int(max(0, spare_bytes) * RETURNED))
+    def step_used(self, used_bytes: int, needed_bytes: int, limited: bool) -> None:
+        """A step used at most `used_bytes` of the device, and `needed_bytes` beside counted activations when most of
+        these were resident. What was taken for others and left unused is given back, most of it at a time, since the
+        peak between two looks is not seen; but nothing that one of the last steps needed, as the next may be as large.
+        A step that was not `limited` tells nothing: it had no use for the room."""
+        if self.device_bytes is None or not used_bytes or not limited:
+            return
+        self._needed.append(needed_bytes)
+        returned_bytes = int(max(0, self.whole_bytes - used_bytes) * RETURNED)
+        least_bytes = max(0, *self._needed, self.other_bytes - returned_bytes)
+        self.other_bytes = min(self.other_bytes, least_bytes)
 
     @property
     def whole_bytes(self) -> int:

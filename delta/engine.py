@@ -592,7 +592,8 @@ class Engine:
         if self.planning.failed is not None:
             self.totals.failed, self.planning.failed = self.planning.failed, None
         if self._headroom is not None:
-            self.budget.step_used(self._headroom.peak_bytes)
+            headroom = self._headroom
+            self.budget.step_used(headroom.peak_bytes, headroom.at_fullest_bytes, self._room.evicted)
             self._headroom.new_step()
         self.replanned = self.planning.made > plans_before
         if self.replanned:

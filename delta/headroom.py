@@ -71,6 +71,7 @@ class HeadRoom:
     def new_step(self) -> None:
         self.measured = Beside()
         self.peak_bytes = 0  # of the device, in this step
+        self._fullest = (0, 0)  # most counted activations at a look, and what was in use beside them
         self._at: Track | None = None  # of the position reached last
         self._drift_bytes = 0  # by which the level is higher than was learned
         self._working_bytes = 0  # the largest working set so far
@@ -101,8 +102,14 @@ class HeadRoom:
 
     def _used(self, nbytes: int, resident_bytes: int) -> None:
         self.peak_bytes = max(self.peak_bytes, nbytes)
+        self._fullest = max(self._fullest, (resident_bytes, nbytes - resident_bytes))
         if nbytes > self._budget.whole_bytes:
             self._budget.other_bytes = max(self._budget.other_bytes, nbytes - resident_bytes)
+
+    @property
+    def at_fullest_bytes(self) -> int:
+        """What was in use beside counted activations when most of these were resident, in this step."""
+        return self._fullest[1]
 
     def saved(self) -> None:
         """The step has come to the next save."""

@@ -58,14 +58,11 @@ class Planning:
 
     def plan(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan | None:
         """A plan for steps like `graph`, at once. None where a planner of the program's own has failed."""
-        aim_bytes = limit_bytes
-        if self.by_position and not graph.beside_saves:
-            limit_bytes = max(0, limit_bytes - self._budget.other_bytes)
-        task = self._task(graph, limit_bytes, forced)
+        task = self._task(graph, self._for_graph(graph, limit_bytes), forced)
         plan = self._ask(task)
         if plan is not None and self._kind in BESIDE and not self._announced and not plan.idle:
             others = [other for other in self._open if other.task.graph is not graph]
-            self._open = [*others, _Open(task, aim_bytes)][-OPEN:]
+            self._open = [*others, _Open(task, limit_bytes)][-OPEN:]
         return plan
 
     def plan_once(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan | None:
@@ -86,6 +83,7 @@ class Planning:
         self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action], fixed: Mapping[int, Action]
     ) -> Plan | None:
         """A plan that does what is `fixed`, by save order, whether it has to or not, and no more if that is enough."""
+        limit_bytes = self._for_graph(graph, limit_bytes)
         plan = plan_of(graph, self._link, [fixed.get(order, Action.KEEP) for order in range(len(graph.saved))])
         if plan.peak_bytes <= limit_bytes:
             return plan
@@ -93,6 +91,12 @@ class Planning:
         if more is None:
             return None
         return plan_of(graph, self._link, [fixed.get(order, action) for order, action in enumerate(more.actions)])
+
+    def _for_graph(self, graph: StepGraph, limit_bytes: int) -> int:
+        """What is left of a device's budget where the graph does not say, place by place, what others take."""
+        if self.by_position and not graph.beside_saves:
+            return max(0, limit_bytes - self._budget.other_bytes)
+        return limit_bytes
 
     def _task(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Task:
         task = Task(
@@ -169,7 +173,7 @@ def learner_for(policy: Policy, budget: Budget, planning: Planning, announced: b
         selective=not policy.rules,  # they ask for the names of ops
         heed_late=planning.heed_late if planning.heeds_late else None,
         amend=planning.amend,
-        plan_on=planning.plan_on if kind == "profile" and not announced and budget.device_bytes is None else None,
+        plan_on=planning.plan_on if kind == "profile" and not announced else None,
     )
     if kind == "mimose":
         planning.learner = FamilyLearner(revising, limit=budget.limit_bytes, options=policy.planner)

@@ -48,6 +48,7 @@ class Profile:
     fixed: Mapping[int, Action] = field(default_factory=dict)  # what a way that begins alike does: `branches.py`
     trunk: Profile | None = None  # that way
     trunk_plan: Plan | None = None  # ... and its plan, which this one's was made after
+    trunk_packs: int = 0  # tensors saved before they part
     routine: Routine | None = None  # how steps go from now on; None: all of their calls are recorded
     strays: Mapping[int, Action] = field(default_factory=dict)  # of the last step: evicted, and not named by the plan
     then: Profile | None = None  # the kind of step that comes after one of this kind, most of the time

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from delta.branches import done_by, trunk_of
+from delta.branches import done_by, read_by_trunk, trunk_of
 from delta.headroom import Beside
 from delta.planner.common import keep_common
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
@@ -114,11 +114,12 @@ class Revising:
         plan, routine = profile.plan, profile.routine
         if plan is None or len(plan.actions) != len(profile.graph.saved):
             return
-        if (routine is not None and not routine.branches) or (
+        read = read_by_trunk(profile)
+        if (routine is not None and not (routine.branches and routine.read >= read)) or (
             routine is None and not (ended.followed and ended.outcome.strays)
         ):
             notes = profile.cramped < CRAMPED
-            profile.routine = routine_of(profile.bare.log, profile.graph, plan, notes, profile.bare.aside)
+            profile.routine = routine_of(profile.bare.log, profile.graph, plan, notes, profile.bare.aside, read)
 
     def release(self, profile: Profile, ended: Ended) -> None:
         """The program goes one way nearly always: its steps are planned for themselves again."""
@@ -134,6 +135,7 @@ class Revising:
         fixed = done_by(*found, profile) if found is not None else {}
         profile.trunk = found[0] if found is not None else None
         profile.trunk_plan = profile.trunk.plan if profile.trunk is not None else None
+        profile.trunk_packs = found[1].packs if found is not None else 0
         if fixed != profile.fixed:
             profile.fixed, profile.idle = fixed, False
             self._plan_for(limit_bytes, profile, ended)

@@ -144,8 +144,9 @@ class Routine:
         if self._before != other._before or self.ways[:at] != other.ways[:at] or not (self.branches and other.branches):
             return False
         saved = set(self.orders[:packs])
-        sets = ((self.dropped, other.dropped), (self.read, other.read), (self.noted, other.noted))
+        sets = ((self.dropped, other.dropped), (self.noted, other.noted))
         same = self.orders[:packs] == other.orders[:packs] and all(saved & a == saved & b for a, b in sets)
+        same = same and saved & self.read <= other.read  # what need only be counted may have a record
         if same:
             self.calls, self._asked = at, None
         return same
@@ -162,11 +163,16 @@ class Routine:
 
 
 def routine_of(
-    log: StepLog, graph: StepGraph, plan: Plan, notes: bool = True, aside: Set[object] | None = None
+    log: StepLog,
+    graph: StepGraph,
+    plan: Plan,
+    notes: bool = True,
+    aside: Set[object] | None = None,
+    read_elsewhere: Set[int] = frozenset(),
 ) -> Routine:
     """How steps like the one that `log` and `graph` tell of go by `plan`. `notes`: whether any op may be noted.
     `aside`: calls that were taken out of the log of a way that a step may leave for another. Nothing is left alone
-    there, as it would have to be in both."""
+    there, as it would have to be in both. `read_elsewhere`: save orders that replays of the other one read."""
     costs_ns = [op.cost_ns for op in graph.ops]
     before, orders = log.calls_before, orders_of(log, graph, plan)
     noted = noted_ops(graph, plan, orders, log.ops_before) if notes else set()
@@ -174,7 +180,7 @@ def routine_of(
         Way.NOTE if op in noted else way
         for (_, op), way in zip(log.calls, ways_of(log.calls, graph, plan), strict=True)
     ]
-    dropped, read = settled(graph, plan, Action.RECOMPUTE), read_by_replays(graph, plan, noted)
+    dropped, read = settled(graph, plan, Action.RECOMPUTE), read_by_replays(graph, plan, noted) | read_elsewhere
     made_again = {order for order in dropped if graph.nodes[graph.saved[order]].op in noted}
     optional = _optional(log.calls[:before], graph)
     coming_bytes = room_for_next(plan)

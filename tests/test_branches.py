@@ -20,6 +20,8 @@ from delta.planning import Planning
 from delta.profile import Profile
 from delta.revising import Ended, Outcome, Revising
 from delta.routine import Routine, Way
+from delta.runtime.device.cpu import CpuDevice
+from delta.runtime.gauge import Gauge
 from delta.types import Action
 
 pytestmark = [
@@ -71,7 +73,9 @@ def after(calls: str, of: Routine) -> Routine:
         (routine("abxy", "ppnp"), False),  # b has no recipe
         (routine("abxy", orders=(0, 0)), False),
         (routine("abxy", dropped={0, 1}), False),
-        (routine("abxy", read=()), False),
+        (routine("abxy", read=()), True),
+        (routine("abxy", read={0, 1}), False),
+        (routine("abxy", read={0, 2, 5}), True),  # of what is saved later
         (routine("abxy", noted=()), False),
         (routine("abxy", before=1), False),
         (routine("abxy", aside=None), False),
@@ -153,11 +157,13 @@ def by_chance(steps: int, most: int = 6, seed: int = 0) -> list[int | None]:
     return [random.Random(f"{seed} {step}").randint(1, most) for step in range(steps)]
 
 
-def evicting(ways: Iterable[int | None], limit: str, policy: str = "delta", device: str = "cpu") -> delta.Report:
+def evicting(
+    ways: Iterable[int | None], limit: str | None, policy: str = "delta", device: str = "cpu", **more: object
+) -> delta.Report:
     ways, on = list(ways), "cuda" if device == "cuda" else "cpu"
     plain = train(ways, on)
-    chosen = delta.load_policy(policy, {"filter.min_bytes": 256})
-    with delta.evict(activations=limit, policy=chosen, device=device) as run:
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 256, "budget.reserve": 0})
+    with delta.evict(activations=limit, policy=chosen, device=device, **more) as run:  # type: ignore[arg-type]
         assert all(map(torch.equal, train(ways, on), plain))
     return run.report()
 
@@ -181,6 +187,30 @@ def test_limits_hold_once_the_ways_are_known(policy: str, seen: Seen) -> None:
     report = evicting(by_chance(90), "20KiB", policy)
     assert report.evictions
     assert sum(peak > 20 * 1024 for peak in seen.peaks[45:]) <= 2, "but for a step that leaves its routine"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So much of the device is in use, and saved activations."""
+    beside_bytes = 2**20
+
+    def look(gauge: Gauge, own: bool = False) -> None:
+        if gauge.on:
+            now_bytes = beside_bytes + gauge._engine.ledger.resident_bytes
+            gauge._engine.settled(now_bytes) if own else gauge._engine.looked(now_bytes, now_bytes)
+
+    monkeypatch.setattr(Gauge, "look", look)
+    monkeypatch.setattr(CpuDevice, "used_bytes", lambda device: beside_bytes)
+    return beside_bytes
+
+
+@pytest.mark.parametrize("policy", ["delta", "recompute"])
+def test_under_a_budget_too(policy: str, measured: int, seen: Seen) -> None:
+    budget_bytes = measured + 24 * 1024
+    assert evicting(by_chance(90), None, policy, budget=budget_bytes).evictions
+    assert set(seen.limits) == {budget_bytes}
+    assert sum(seen.followed[45:]) > 40
+    assert sum(peak > budget_bytes for peak in seen.peaks[45:]) <= 2, "but for a step that leaves its routine"
 
 
 def test_plans_agree_up_to_where_the_ways_part(seen: Seen) -> None:

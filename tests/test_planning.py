@@ -17,6 +17,7 @@ from test_planner import chain
 from toy import Toy
 
 import delta
+from delta.budget import Budget
 from delta.config import PlannerConfig
 from delta.learner import Learner
 from delta.planner import BESIDE, PLANNERS, Task, cover, forecast
@@ -130,6 +131,16 @@ def test_a_plan_for_another_size_is_taken_if_it_is_better(monkeypatch):
     nodes = tuple(replace(node, evictable=node.order != 1) for node in graph.nodes)
     planning.plan_like(replace(graph, nodes=nodes), 85, [(RECOMPUTE, RECOMPUTE, KEEP)])
     assert tried == [[RECOMPUTE, KEEP, KEEP]]
+
+
+def test_what_others_take_is_left_free_where_the_graph_does_not_tell(monkeypatch):
+    planning = a_planned_toy().engine.planning
+    graph = planning.learner.profiles[0].graph
+    bare, told = planning.plan_on(graph, 85, {}, {}), replace(graph, beside_saves=(30,) * len(graph.saved))
+    assert bare.peak_bytes <= 85 < planning.plan_on(graph, 200, {}, {}).peak_bytes
+    monkeypatch.setattr(planning, "_budget", Budget(device_bytes=200, other_bytes=115))
+    assert planning.plan_on(graph, 200, {}, {}) == planning.plan(graph, 200, {}) == bare
+    assert planning.plan_on(told, 200, {}, {}).actions == (KEEP,) * len(graph.saved)
 
 
 def test_where_nothing_has_to_go_no_other_plan_is_tried():
