@@ -1,7 +1,7 @@
 """Leak checks around every test, and the options and markers."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,27 @@ def searched_here(briefly_searched: None, monkeypatch: pytest.MonkeyPatch) -> No
         def stop(self) -> None: ...
 
     monkeypatch.setattr(planning, "_Search", Here)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So much of the CPU's memory is in use, and saved activations: a budget on the device that can be counted."""
+    from delta.idle import Idle
+    from delta.runtime.gauge import Gauge
+
+    beside_bytes, is_over = 2**20, Idle.is_over
+
+    def look(gauge: Gauge, own: bool = False) -> None:
+        if gauge.on:
+            now_bytes = beside_bytes + gauge._engine.ledger.resident_bytes
+            gauge._engine.settled(now_bytes) if own else gauge._engine.looked(now_bytes, now_bytes)
+
+    def counted(idle: Idle, watched_bytes: int, used_bytes: Callable[[], int]) -> bool:
+        return is_over(idle, watched_bytes, lambda: beside_bytes + idle._ledger.resident_bytes + watched_bytes)
+
+    monkeypatch.setattr(Gauge, "look", look)
+    monkeypatch.setattr(Idle, "is_over", counted)
+    return beside_bytes
 
 
 @pytest.fixture

@@ -13,15 +13,13 @@ from test_learner import plan_of
 from torch import Tensor, nn
 
 import delta
-from delta.branches import LONGEST, OVERRUN, WIDER, Branching, Fork, done_by, fork_of, trunk_of
+from delta.branches import LONGEST, OVERRUN, WIDER, Branching, Fork, done_by, fork_of, read_by_trunk, trunk_of
 from delta.learner import WATCHFUL, Learner
 from delta.planner.steplog import StepLog, build_graph
 from delta.planning import Planning
 from delta.profile import Profile
 from delta.revising import Ended, Outcome, Revising
 from delta.routine import Routine, Way
-from delta.runtime.device.cpu import CpuDevice
-from delta.runtime.gauge import Gauge
 from delta.types import Action
 
 pytestmark = [
@@ -187,21 +185,6 @@ def test_limits_hold_once_the_ways_are_known(policy: str, seen: Seen) -> None:
     report = evicting(by_chance(90), "20KiB", policy)
     assert report.evictions
     assert sum(peak > 20 * 1024 for peak in seen.peaks[45:]) <= 2, "but for a step that leaves its routine"
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> int:
-    """So much of the device is in use, and saved activations."""
-    beside_bytes = 2**20
-
-    def look(gauge: Gauge, own: bool = False) -> None:
-        if gauge.on:
-            now_bytes = beside_bytes + gauge._engine.ledger.resident_bytes
-            gauge._engine.settled(now_bytes) if own else gauge._engine.looked(now_bytes, now_bytes)
-
-    monkeypatch.setattr(Gauge, "look", look)
-    monkeypatch.setattr(CpuDevice, "used_bytes", lambda device: beside_bytes)
-    return beside_bytes
 
 
 @pytest.mark.parametrize("policy", ["delta", "recompute"])
@@ -371,6 +354,25 @@ def test_a_way_is_planned_anew_when_its_trunk_was(ways: Callable[[int], Profile]
     revising.align(two, seen.profiles, ended())
     assert two.plan is not None and two.plan is not known
     assert two.plan.actions[1] is other and two.trunk_plan is four.plan
+
+
+def test_what_the_trunk_s_replays_read_is_looked_after_in_the_other_way_too(
+    ways: Callable[[int], Profile], seen: Seen
+) -> None:
+    two, four, revising = ways(2), ways(4), seen.learner and seen.learner.revising
+    assert revising is not None and two.trunk is four and two.routine is not None
+    shared = len(set(two.course.orders[: two.trunk_packs]))
+    own = two.routine.read
+    four.routine = routine(read={1, shared - 1, shared})
+    revising.align(two, seen.profiles, ended())
+    assert two.routine.read == own | {1, shared - 1}
+    known = two.routine
+    revising.align(two, seen.profiles, ended())
+    assert two.routine is known
+    four.routine = None
+    assert read_by_trunk(two) == set()
+    two.trunk = None
+    assert read_by_trunk(two) == set()
 
 
 def test_a_way_follows_its_routine_at_once_but_after_a_step_that_did_not_go_by_it(

@@ -11,10 +11,13 @@ from statistics import median
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor, nn
 from toy import Toy
 
+import delta
 from delta import engine, planning
-from delta.budget import Budget
+from delta.budget import LATELY, Budget
 from delta.headroom import Beside, HeadRoom, Track
 from delta.learner import Learner
 from delta.ledger import Ledger
@@ -316,3 +319,72 @@ def test_a_process_stays_within_its_budget_once_the_step_is_known():
     assert median(later) <= told["budget"]
     assert max(later) <= 1.05 * told["budget"]
     assert told["warnings"] or first <= engine.MISSED * told["budget"]
+
+
+# -- what others take, where it is not known by position ---------------------------------------------------------------
+def test_what_was_taken_for_others_is_given_back_when_the_last_limited_steps_needed_less():
+    budget = Budget(device_bytes=1000, other_bytes=600)
+    budget.step_used(700, 600, limited=True)
+    assert budget.other_bytes == 600
+    for _ in range(LATELY - 1):
+        budget.step_used(700, 300, limited=True)
+        assert budget.other_bytes == 600, "the next step may need as much"
+    budget.step_used(700, 300, limited=True)
+    assert budget.other_bytes == 600 - int(0.7 * 300)
+    budget.step_used(900, 300, limited=True)
+    assert budget.other_bytes == 390 - 70
+    budget.step_used(700, 310, limited=True)
+    assert budget.other_bytes == 310
+    budget.step_used(700, 350, limited=True)
+    assert budget.other_bytes == 310, "there was room for it"
+
+
+def test_a_step_that_had_no_use_for_the_room_says_nothing_of_it():
+    budget = Budget(device_bytes=1000, other_bytes=600)
+    for _ in range(2 * LATELY):
+        budget.step_used(700, 300, limited=False)
+        budget.step_used(0, 0, limited=True)
+    assert budget.other_bytes == 600
+    unlimited = Budget()
+    unlimited.step_used(700, 300, limited=True)
+    assert unlimited.other_bytes == 0
+
+
+def test_what_a_step_needs_is_what_is_in_use_when_most_activations_are_resident():
+    headroom, ledger, _ = a_headroom(resident_bytes=100)
+    headroom.looked(400, 500)
+    assert headroom.at_fullest_bytes == 400
+    for resident_bytes, now_bytes in ((300, 510), (300, 505), (200, 900)):
+        ledger.resident_bytes = resident_bytes
+        headroom.settled(now_bytes)
+    assert headroom.at_fullest_bytes == 210
+    headroom.new_step()
+    assert headroom.at_fullest_bytes == 0
+
+
+def varied(steps: int) -> list[Tensor]:
+    """Trains a small net on batches of 20 to 60 rows."""
+    torch.manual_seed(0)
+    draw, found = random.Random(3), list[Tensor]()
+    parts = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)]
+    model = nn.Sequential(*parts)
+    for _ in range(steps):
+        model.zero_grad()
+        loss = model(torch.randn(draw.randint(20, 60), 16)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("policy", ["delta", "mimose", "dtr"])
+def test_batches_that_fit_leave_no_less_room_for_those_that_do_not(policy, measured, monkeypatch):
+    monkeypatch.setattr(planning.Planning, "open_tasks", [])
+    peaks, end = list[int](), HeadRoom.new_step
+    monkeypatch.setattr(HeadRoom, "new_step", lambda room: (peaks.append(getattr(room, "peak_bytes", 0)), end(room)))
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 256, "budget.reserve": 0})
+    with delta.evict(budget=measured + 50 * 1024, policy=chosen, device="cpu") as run:
+        evicted = varied(60)
+    assert all(map(torch.equal, evicted, varied(60)))
+    assert run.report().evictions
+    assert max(peaks[30:]) <= measured + 50 * 1024
