@@ -362,6 +362,15 @@ def test_what_a_step_needs_is_what_is_in_use_when_most_activations_are_resident(
     assert headroom.at_fullest_bytes == 0
 
 
+def test_steps_that_fit_take_no_room_from_the_one_that_comes_after_them():
+    machine = Machine(1900, planner={"kind": "none"})
+    assert machine.steps(4, *MIDDLE)[-1] <= 1900 < BASE + 10 + 12 * SIZE
+    known = evictions(machine)
+    machine.steps(2 * LATELY, [SIZE] * 2, {}, {})
+    assert evictions(machine) == known
+    assert machine.step(*MIDDLE, at=10**6) <= 1900
+
+
 def varied(steps: int) -> list[Tensor]:
     """Trains a small net on batches of 20 to 60 rows."""
     torch.manual_seed(0)
