@@ -591,10 +591,9 @@ class Engine:
             self.learner.abandon()
         if self.planning.failed is not None:
             self.totals.failed, self.planning.failed = self.planning.failed, None
-        if self._headroom is not None:
-            headroom = self._headroom
+        if (headroom := self._headroom) is not None:
             self.budget.step_used(headroom.peak_bytes, headroom.at_fullest_bytes, self._room.evicted)
-            self._headroom.new_step()
+            headroom.new_step()
         self.replanned = self.planning.made > plans_before
         if self.replanned:
             self.totals.planned(True, self._clock() - began_ns)
