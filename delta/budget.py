@@ -2,8 +2,8 @@
 
 Three forms (design, section 3): a number of activation bytes; a share of what the step would hold if nothing were
 evicted, which is a share of what has been saved so far until a whole step has been seen; or the bytes the process may
-use in all, where what is not an activation is measured and taken off: what the position in the step is known to take
-(`headroom`), else the most that was seen lately.
+use in all, where what is not an activation is measured and taken off: what the position in the step is known to take,
+or seems to (`headroom`); for plans that do not tell positions apart, the most that was seen lately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Budget:
     activations: Bytes | Share | None = None
     device_bytes: int | None = None
     reserve_bytes: int = 0
-    other_bytes: int = 0  # device bytes in use that are not counted activations, the most seen lately
+    other_bytes: int = 0  # in use that are not counted activations, the most seen lately while over the budget
     _needed: deque[int] = field(default_factory=lambda: deque(maxlen=LATELY))  # of these, by the last limited steps
 
     def step_used(self, used_bytes: int, needed_bytes: int, limited: bool) -> None:
@@ -41,6 +41,11 @@ class Budget:
         returned_bytes = int(max(0, self.whole_bytes - used_bytes) * RETURNED)
         least_bytes = max(0, *self._needed, self.other_bytes - returned_bytes)
         self.other_bytes = min(self.other_bytes, least_bytes)
+
+    @property
+    def beside_bytes(self) -> int:
+        """What steps that have to evict take beside counted activations, for plans that do not know it by position."""
+        return max(self.other_bytes, *self._needed, 0)
 
     @property
     def whole_bytes(self) -> int:
@@ -67,4 +72,4 @@ class Budget:
         if self.activations is not None:
             return self.activations.of(unevicted_peak_bytes)
         assert self.device_bytes is not None
-        return max(0, self.whole_bytes - (self.other_bytes if beside_bytes is None else beside_bytes))
+        return max(0, self.whole_bytes - (self.beside_bytes if beside_bytes is None else beside_bytes))

@@ -71,10 +71,11 @@ class Engine:
         announced: bool = False,
         layout: Layout | None = None,
         clock: Callable[[], int] = lambda: 0,
+        sees_peaks: bool = True,
     ) -> None:
         """`announced`: the device tells of every allocation beforehand (`allocating`), so none has to be guessed.
         `layout`: where storages lie, if the device can tell. `clock`: in ns, to report how long planning took; nothing
-        is decided by it."""
+        is decided by it. `sees_peaks`: as for `HeadRoom`."""
         self.policy = policy
         self._announced = announced
         self.budget = budget
@@ -87,12 +88,14 @@ class Engine:
         self._least_bytes = least_bytes = policy.filter.min_bytes
         self.looks = policy.planner.kind == "mimose"  # at more of a saved tensor than its signature
         self.learner = learner_for(policy, budget, self.planning, announced)
-        self._headroom = HeadRoom(budget, self.ledger, self.learner) if budget.device_bytes is not None else None
+        self._headroom = None
+        if budget.device_bytes is not None:
+            self._headroom = HeadRoom(budget, self.ledger, self.learner, sees_peaks)
         self._by_position = self._headroom if self.planning.by_position else None
         ledger, learner, totals = self.ledger, self.learner, self.totals
         self.keeping = keeping = Keeping(ledger, learner)
         self._room = room = Room(
-            policy, budget, ledger, self.queue, learner, totals, keeping, layout, announced, self._by_position
+            policy, budget, ledger, self.queue, learner, totals, keeping, layout, announced, self._headroom
         )
         self.idle = Idle(budget, ledger, learner, room)
         self._recall = recall = Recall(policy, ledger, self.queue, learner, room)
@@ -183,20 +186,21 @@ class Engine:
         return 0 < self.learner.steps_alike <= 2
 
     # -- what the device has in use, under a budget on it -----------------------------------------------------------
-    def looked(self, now_bytes: int, peak_bytes: int) -> None:
-        """Before an event: the device has `now_bytes` in use, and had up to `peak_bytes` since the last look."""
+    def looked(self, now_bytes: int, peak_bytes: int, uncounted_bytes: int = 0) -> None:
+        """Before an event: the device has `now_bytes` in use, and had up to `peak_bytes` since the last look.
+        `uncounted_bytes` of it are of what is being saved, and counts from here on."""
         if self._headroom is not None:
-            self._headroom.looked(now_bytes, peak_bytes)
+            self._headroom.looked(now_bytes, peak_bytes, uncounted_bytes)
 
     @property
     def working_bytes(self) -> int:
         """What the program may take and give back before the next look."""
         return self._headroom.working_bytes if self._headroom is not None else 0
 
-    def settled(self, now_bytes: int) -> None:
-        """After Delta's own work for a need, the device has this much in use."""
+    def settled(self, now_bytes: int, uncounted_bytes: int = 0) -> None:
+        """After Delta's own work, the device has this much in use."""
         if self._headroom is not None:
-            self._headroom.settled(now_bytes)
+            self._headroom.settled(now_bytes, uncounted_bytes)
 
     # -- forward --------------------------------------------------------------------------------------------------
     def created(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
@@ -242,10 +246,20 @@ class Engine:
     def _make_for_more_of(self, op: OpInfo, now_ns: int) -> list[Instruction]:
         """Where no plan tells what comes: an op made a storage larger than any saved so far, which may be saved now,
         or be read by an op whose result of the same size is. Have room for one, before it counts."""
+        return self._make_for(self._made_bytes(op), now_ns) if self.may_make_room(op) else []
+
+    def may_make_room(self, op: OpInfo) -> bool:
+        """Whether something may go as soon as an op has run. What a device has in use should be told of before."""
         if self._announced or not self.learner.in_step or self.learner.plan is not None:
-            return []
-        made_bytes = max((self.ledger.records[record].nbytes for record in op.outputs), default=0)
-        return self._room.make(made_bytes, now_ns, guess=True) if made_bytes > self._largest_bytes else []
+            return False
+        return self._made_bytes(op) > self._largest_bytes
+
+    def _made_bytes(self, op: OpInfo) -> int:
+        return max((self.ledger.records[record].nbytes for record in op.outputs), default=0)
+
+    def _make_for(self, coming_bytes: int, now_ns: int) -> list[Instruction]:
+        """Make room for what may come next; the head-room may have some for it."""
+        return self._room.make(max(0, coming_bytes - self.working_bytes), now_ns, guess=True)
 
     def called(self, call: object, made: bool) -> None:
         """An op of forward ran, and has been recorded. `call`: what the runtime knows it by; `made`: it was the last
@@ -326,7 +340,7 @@ class Engine:
             out += self._room.following.saved(rec, plan, now_ns)
             return out + self._room.make_for_next(plan, rec.saved_at, now_ns)
         coming_bytes = 0 if self._announced else max(self._largest_bytes, self.learner.next_bytes)
-        return out + self._room.make(coming_bytes, now_ns, guess=True)
+        return out + self._make_for(coming_bytes, now_ns)
 
     def _saved_again(self, rec: Record, alone: bool) -> list[Instruction]:
         """A record that was saved before in this step: all its handles may have died, and Delta have let go of it. A
@@ -572,9 +586,11 @@ class Engine:
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
         self._tell_shortage(summary.peak_bytes)
         plans_before, began_ns = self.planning.made, self._clock()
+        if (headroom := self._headroom) is not None:
+            self.budget.step_used(headroom.peak_bytes, headroom.at_fullest_bytes, self._room.evicted)
         peak_bytes, limit, beside = summary.peak_bytes, self.budget.limit_bytes, None
         if self._by_position is not None:
-            peak_bytes, beside = self._by_position.peak_bytes, self._by_position.measured
+            peak_bytes, beside = self._by_position.peak_bytes, self._by_position.found()
             limit = partial(self.budget.limit_bytes, beside_bytes=0)
         if whole:
             outcome = Outcome(
@@ -591,8 +607,7 @@ class Engine:
             self.learner.abandon()
         if self.planning.failed is not None:
             self.totals.failed, self.planning.failed = self.planning.failed, None
-        if (headroom := self._headroom) is not None:
-            self.budget.step_used(headroom.peak_bytes, headroom.at_fullest_bytes, self._room.evicted)
+        if headroom is not None:
             headroom.new_step()
         self.replanned = self.planning.made > plans_before
         if self.replanned:

@@ -142,6 +142,13 @@ class Expected:
         self._one_more(record)
         return anchors
 
+    def uncounted_bytes(self, order: int, record: int | None, nbytes: int) -> int:
+        """Of a storage that is saved now, by save order: what is not among counted activations yet, nor was when such a
+        step was observed. It may never be, where it goes at once."""
+        if order != len(self._recall.by_order):
+            return 0
+        return nbytes if record is None else self._ledger.not_counted_bytes([record])
+
     def _comes_first(self, rec: Record, order: int) -> bool:
         """Whether the record is saved for the first time, as the plan has it, and there is room."""
         routine = self._learner.routine

@@ -2,14 +2,17 @@
 
 Parameters, gradients, what ops make and drop, workspaces: it differs from op to op, and one op with a large workspace
 is no reason to evict in the whole step. So it is measured between any two looks at the device: the *level* at every
-save and at every need, and the *working set*, the most above that level until the next one. In a step that is planned
-the room for what its position takes is kept free; in any other, for the most that was seen lately
+save and at every need, and the *working set*, the most above that level until the next one. What is being saved counts
+already at its save. In a step that is planned by position, the room for what its position takes is kept free; in any
+other, for the level as it is and the largest working set so far, and for what was in use while the budget was passed
 (`Budget.other_bytes`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -58,12 +61,26 @@ class Beside:
     def after(self, earlier: Beside) -> Beside:
         return Beside(self.saves.after(earlier.saves), self.needs.after(earlier.needs))
 
+    def as_in_forward(self, saved_bytes: Sequence[int], needed: Sequence[int]) -> Beside:
+        """The same where backward of an op takes no less than the op did, just before or after the save of what it
+        needs, beside what was saved by it. `saved_bytes`: by save order; `needed`: save orders, by need."""
+        if (len(saved_bytes), len(needed)) != (len(self.saves.working), len(self.needs.working)):
+            return self
+        next_bytes = [*saved_bytes[1:], 0]
+        working = [max(0, most - nbytes) for most, nbytes in zip(self.saves.working, next_bytes, strict=True)]
+        forward = [max(pair) for pair in pairwise([0, *working])]
+        backward = [max(own, forward[order]) for own, order in zip(self.needs.working, needed, strict=True)]
+        return Beside(self.saves, Track(self.needs.levels, backward))
+
 
 class HeadRoom:
-    """Measures the step under way, and tells what to keep free at its position. Only for a budget on the device."""
+    """Measures the step under way, and tells what to keep free at its position. Only for a budget on the device.
 
-    def __init__(self, budget: Budget, ledger: Ledger, learner: Learner) -> None:
-        self._budget, self._ledger, self._learner = budget, ledger, learner
+    `sees_peaks`: the device tells what was in use between two looks, and not only at each of them.
+    """
+
+    def __init__(self, budget: Budget, ledger: Ledger, learner: Learner, sees_peaks: bool = True) -> None:
+        self._budget, self._ledger, self._learner, self._sees_peaks = budget, ledger, learner, sees_peaks
         self._level_bytes = 0
         self._resident_bytes = 0  # counted activations at the last look
         self.new_step()
@@ -77,8 +94,9 @@ class HeadRoom:
         self._working_bytes = 0  # the largest working set so far
 
     # -- measuring ------------------------------------------------------------------------------------------------
-    def looked(self, now_bytes: int, peak_bytes: int) -> None:
-        """The device has `now_bytes` in use, and had up to `peak_bytes` since the last look, by the program's work."""
+    def looked(self, now_bytes: int, peak_bytes: int, uncounted_bytes: int = 0) -> None:
+        """The device has `now_bytes` in use, and had up to `peak_bytes` since the last look, by the program's work.
+        `uncounted_bytes` are of what is being saved, and counts from here on."""
         resident_bytes = self._ledger.resident_bytes
         # Saved tensors die while backward goes on: the peak may have been before that. In forward none do.
         backward = self._at is self.measured.needs
@@ -86,13 +104,13 @@ class HeadRoom:
         if self._at is not None:
             working_bytes = self._at.reached(peak_bytes - (self._resident_bytes if backward else resident_bytes))
             self._working_bytes = max(self._working_bytes, working_bytes)
-        self._level(now_bytes, resident_bytes)
+        self._level(now_bytes, resident_bytes + uncounted_bytes)
 
-    def settled(self, now_bytes: int) -> None:
-        """The same after Delta's own work for a need, in which what is counted went up and down."""
-        resident_bytes = self._ledger.resident_bytes
-        self._used(now_bytes, resident_bytes)
-        self._level(now_bytes, resident_bytes)
+    def settled(self, now_bytes: int, uncounted_bytes: int = 0) -> None:
+        """The same after Delta's own work, in which what is counted went up and down."""
+        counted_bytes = self._ledger.resident_bytes + uncounted_bytes
+        self._used(now_bytes, counted_bytes)
+        self._level(now_bytes, counted_bytes)
         if self._at is not None:
             self._at.reached(self._level_bytes)
 
@@ -126,14 +144,22 @@ class HeadRoom:
         if position < len(known.levels):
             self._drift_bytes = max(0, self._level_bytes - known.levels[position])
 
+    def found(self) -> Beside:
+        """What the step has used, now that it has ended."""
+        if self._sees_peaks:
+            return self.measured
+        log = self._learner.log
+        saved_bytes = [log.nbytes[record] for record in log.saves]
+        return self.measured.as_in_forward(saved_bytes, [order for order, _ in log.needs])
+
     # -- keeping free ---------------------------------------------------------------------------------------------
     @property
-    def here_bytes(self) -> int | None:
-        """What the program needs from here to the next position; None where that is not known."""
+    def here_bytes(self) -> int:
+        """What the program needs from here to the next position."""
         return self._most(self._at is self.measured.needs, 0)
 
     @property
-    def at_next_save_bytes(self) -> int | None:
+    def at_next_save_bytes(self) -> int:
         """... at the next save. At the last one, from here on."""
         return self._most(False, 1) if self._at is self.measured.saves else self.here_bytes
 
@@ -146,18 +172,15 @@ class HeadRoom:
         position = len(self._at.levels) - 1  # a look comes before it moves on
         return max(known.working[position : position + 2], default=0)
 
-    def until_need(self, position: int) -> int | None:
-        """The most that the program needs from here on until a need has been served."""
-        if self._learner.plan is None:
-            return None
+    def until_need(self, position: int) -> int:
+        """The most that the program needs from here on until a need of the plan has been served."""
         known = self._learner.beside_needs[max(0, len(self.measured.needs.levels) - 1) : position + 1]
-        here = self.here_bytes
-        return None if here is None else max(here, max(known, default=0) + self._drift_bytes)
+        return max(self.here_bytes, max(known, default=0) + self._drift_bytes)
 
-    def _most(self, backward: bool, ahead: int) -> int | None:
+    def _most(self, backward: bool, ahead: int) -> int:
         learner, measured = self._learner, self.measured
-        if learner.plan is None:
-            return None
         known, track = (learner.beside_needs, measured.needs) if backward else (learner.beside_saves, measured.saves)
         position = min(len(track.levels) - 1 + ahead, len(known) - 1)
-        return known[position] + self._drift_bytes if position >= 0 else None
+        if learner.plan is None or position < 0:  # not known: as much more than now as was taken between any two looks
+            return max(self._budget.other_bytes, self._level_bytes + self._working_bytes)
+        return known[position] + self._drift_bytes

@@ -44,7 +44,7 @@ class Room:
     ) -> None:
         """`announced`: only Delta refers to storages, so what it lets go of is free at once. `layout`: None where the
         device has no addresses; then storages go one by one, whatever the policy says. `headroom`: where the budget is
-        one on the device, and plans are made for positions."""
+        one on the device."""
         self._policy, self._budget, self._ledger = policy, budget, ledger
         self._queue, self._learner, self._totals = queue, learner, totals
         self._keeping = keeping
@@ -364,14 +364,12 @@ class Room:
         records = self._ledger.records.values()
         parts = parts_of(records, coming_bytes, self._policy.filter.min_bytes)
         shortage, budget = Shortage(limit_bytes, needed_bytes, parts), self._budget
-        if budget.device_bytes is None:
+        if self._headroom is None:
             return shortage
-        here_bytes = self._headroom.here_bytes if self._headroom is not None else None
-        beside_bytes = budget.other_bytes if here_bytes is None else here_bytes
         return replace(
             shortage,
             device_bytes=budget.device_bytes,
-            beside_bytes=beside_bytes,
+            beside_bytes=self._headroom.here_bytes,
             reserve_bytes=budget.reserve_bytes,
         )
 

@@ -184,11 +184,15 @@ class Core(Entrance):
         """An op ran. `untimed`: the token that will say later how long that took; None if that is known."""
         for record in op.outputs:
             self.slots[record].recipe = recipe
-        self.run(self.engine.op_ran(op, time.perf_counter_ns()))
+        gauge, engine = self.gauge, self.engine
+        if gauge.closely or (gauge.on and engine.may_make_room(op)):
+            gauge.look()
+        instructions = engine.op_ran(op, time.perf_counter_ns())
+        self.run(instructions)
         if untimed is not None:
             self.op_times.told_later(op.id, untimed)
-        if self.gauge.closely:
-            self.gauge.look()
+        if instructions and gauge.on:
+            gauge.look(own=True)
 
     # -- idle steps -------------------------------------------------------------------------------------------------
     def watching(self) -> bool:
@@ -229,9 +233,9 @@ class Core(Entrance):
         if self.gauge.on:
             self.gauge.look(own=True)
 
-    def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool) -> int:
+    def saved(self, tensor: Tensor, signature: int, look: Look, stays: bool, uncounted_bytes: int | None = None) -> int:
         """Autograd saved a tensor; returns its record. `stays`: it is too small to be evicted, and when the program
-        lets go of it is of no interest."""
+        lets go of it is of no interest. `uncounted_bytes`: of all that counts from now on; None: of its storage."""
         self.device.computes()
         record = self.storages.known(tensor)
         if record is not None and (self.filled_unseen(record, tensor) or self._copied_before(record)):
@@ -248,13 +252,16 @@ class Core(Entrance):
         now_ns = time.perf_counter_ns()
         if begins:
             self._step_began_ns = now_ns
+        rec = engine.ledger.records[record]
         if self.gauge.on:
-            self.gauge.look()
+            if uncounted_bytes is None:
+                self.gauge.look(uncounted_bytes=engine.ledger.not_counted_bytes([record]))
+            else:
+                self.gauge.look(own=True, uncounted_bytes=uncounted_bytes)
         if self.op_times.missing:
             self.op_times.tell(wait=False)
         if not stays:
             self.attached.look(few=not engine.learner.recorded)
-        rec = engine.ledger.records[record]
         if rec.saved_at < 0 and not stays:
             self.attached.add(record)
             if engine.encodes:

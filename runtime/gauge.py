@@ -18,8 +18,9 @@ class Gauge:
         # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
         self.closely = self.on and device.hoards
 
-    def look(self, own: bool = False) -> None:
-        """Tell the engine what is in use; `own`: after Delta's own work."""
+    def look(self, own: bool = False, uncounted_bytes: int = 0) -> None:
+        """Tell the engine what is in use; `own`: after Delta's own work. `uncounted_bytes`: of what is being saved, and
+        counts from here on."""
         budget, device = self._engine.budget, self._device
         if not self.on:
             return
@@ -34,9 +35,9 @@ class Gauge:
         # A card's peak since the last look may be more than there was: it is the most that can have been.
         self.peak_bytes = max(self.peak_bytes, used, peak if device.hoards else 0)
         if own:
-            self._engine.settled(now)
+            self._engine.settled(now, uncounted_bytes)
         else:
-            self._engine.looked(now, max(now, peak))
+            self._engine.looked(now, max(now, peak), uncounted_bytes)
 
     def sample_bytes(self) -> int:
         """What is in use now, whatever the budget is on."""

@@ -79,23 +79,30 @@ class Hooks:
         core.raise_warnings()
         return handle
 
-    def _handle(self, tensor: Tensor, version: int, nbytes: int, signature: int) -> Handle:
+    def _handle(
+        self, tensor: Tensor, version: int, nbytes: int, signature: int, uncounted_bytes: int | None = None
+    ) -> Handle:
         core = self._core
         stays = core.engine.stays(nbytes)
         look = Look(structure_of(tensor), tuple(tensor.shape))
         view, counter = View.of(tensor), counter_of(tensor)
         with core:
-            record = core.saved(tensor, signature, look, stays)
+            record = core.saved(tensor, signature, look, stays, uncounted_bytes)
         return Handle(core, record, view, counter, version, stays)
 
     def _take_over(self, caller: FrameType | None) -> None:
         """What was only watched so far does not fit: look after it from here on. One that cannot be taken over, and
         those behind it, keep their tensors. `caller`: of the op that saves; None in a thread of autograd's."""
-        for watched in self._core.watch.hand_over():
+        all_watched = self._core.watch.hand_over()
+        left_bytes = {key: nbytes for key, nbytes, _ in (watched.saved for watched in all_watched)}
+        uncounted_bytes = sum(left_bytes.values())
+        for watched in all_watched:
             tensor = watched.tensor
             assert tensor is not None
             nbytes = tensor.untyped_storage().nbytes()
-            watched.taken = self._handle(tensor, watched.version, nbytes, signature_of(tensor, nbytes))
+            signature = signature_of(tensor, nbytes)
+            watched.taken = self._handle(tensor, watched.version, nbytes, signature, uncounted_bytes)
+            uncounted_bytes -= left_bytes.pop(watched.saved[0], 0)
             watched.tensor = None
             del tensor
         self._core.at_pack(caller)

@@ -84,7 +84,7 @@ class KeptTensors:
             if record is not None and core.filled_unseen(record, tensor):
                 return None
             if gauge.on and (gauge.closely or drops or record is not None):
-                gauge.look()
+                gauge.look(uncounted_bytes=self._expected.uncounted_bytes(order, record, nbytes))
             if not drops:
                 if record is None and order in routine.read:
                     record = core.storages.create(tensor, Kind.ACTIVATION)

@@ -245,7 +245,8 @@ class evict(ContextDecorator):
         addresses = self._addresses(device)
         swaps = not budget.unlimited and Action.SWAP in self.policy.director.actions
         link = _measured(device) if swaps else _UNUSED
-        engine = Engine(self.policy, budget, link, layout=addresses, clock=time.perf_counter_ns)
+        sees_peaks = not device.hoards
+        engine = Engine(self.policy, budget, link, layout=addresses, clock=time.perf_counter_ns, sees_peaks=sees_peaks)
         if swaps and device.spill_directory is not None:
             _warn_of_spilling_to_memory(engine, device.spill_directory)
         core = Core(engine, device, Persistent(model), timeline)

@@ -129,10 +129,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> int:
 
     beside_bytes, is_over = 2**20, Idle.is_over
 
-    def look(gauge: Gauge, own: bool = False) -> None:
+    def look(gauge: Gauge, own: bool = False, uncounted_bytes: int = 0) -> None:
         if gauge.on:
-            now_bytes = beside_bytes + gauge._engine.ledger.resident_bytes
-            gauge._engine.settled(now_bytes) if own else gauge._engine.looked(now_bytes, now_bytes)
+            engine = gauge._engine
+            now_bytes = beside_bytes + engine.ledger.resident_bytes + uncounted_bytes
+            if own:
+                engine.settled(now_bytes, uncounted_bytes)
+            else:
+                engine.looked(now_bytes, now_bytes, uncounted_bytes)
 
     def counted(idle: Idle, watched_bytes: int, used_bytes: Callable[[], int]) -> bool:
         return is_over(idle, watched_bytes, lambda: beside_bytes + idle._ledger.resident_bytes + watched_bytes)

@@ -49,11 +49,12 @@ class Toy:
         link: Link = LINK,
         layout: Layout | None = None,
         announced: bool = False,
+        sees_peaks: bool = True,
         **sections: Any,
     ) -> None:
         budget = limit if isinstance(limit, Budget) else Budget(activations=Bytes(limit))
         policy = a_policy(**{"director": {"actions": list(actions)}} | sections)
-        self.engine = Engine(policy, budget, link, announced, layout)
+        self.engine = Engine(policy, budget, link, announced, layout, sees_peaks=sees_peaks)
         self.engine.recording(True)
         self.now = 0
         self.program: set[int] = set()
