@@ -659,7 +659,7 @@ def test_under_a_device_budget_what_has_a_record_is_saved_and_needed_after_a_loo
     pressure = Engine.pressure
     with steady(net) as core:
         monkeypatch.setattr(core.gauge, "on", True)
-        monkeypatch.setattr(core.gauge, "look", lambda own=False: looks.append(own))
+        monkeypatch.setattr(core.gauge, "look", lambda own=False, uncounted_bytes=0: looks.append(own))
         monkeypatch.setattr(Expected, "need", lambda *_: True)
         monkeypatch.setattr(Engine, "pressure", lambda *args: pressed.append(1) or pressure(*args))
         whole = full_ways(monkeypatch)

@@ -1002,7 +1002,7 @@ def test_under_a_device_budget_each_is_saved_and_needed_after_a_look(monkeypatch
     expected, net, looks = plain(), fresh(), []
     with steady(net) as core:
         monkeypatch.setattr(core.gauge, "on", True)
-        monkeypatch.setattr(core.gauge, "look", lambda own=False: looks.append(own))
+        monkeypatch.setattr(core.gauge, "look", lambda own=False, uncounted_bytes=0: looks.append(own))
         loss = loss_of(net)
         noted = len(core.engine.keeping.noted)
         assert noted and len(looks) >= noted
