@@ -2,8 +2,8 @@
 
 Parameters, gradients, what ops make and drop, workspaces: it differs from op to op, and one op with a large workspace
 is no reason to evict in the whole step. So it is measured between any two looks at the device: the *level* at every
-save and at every need, and the *working set*, the most above that level until the next one. What is being saved counts
-already at its save. In a step that is planned by position, the room for what its position takes is kept free; in any
+save and at every need, and the *working set*, the most above that level until the next one. What is being saved is told
+from the rest. In a step that is planned by position, the room for what its position takes is kept free; in any
 other, for the level as it is and the largest working set so far, and for what was in use while the budget was passed
 (`Budget.other_bytes`).
 """
@@ -61,13 +61,14 @@ class Beside:
     def after(self, earlier: Beside) -> Beside:
         return Beside(self.saves.after(earlier.saves), self.needs.after(earlier.needs))
 
-    def as_in_forward(self, saved_bytes: Sequence[int], needed: Sequence[int]) -> Beside:
+    def as_in_forward(self, taken_bytes: Sequence[int], saved_bytes: Sequence[int], needed: Sequence[int]) -> Beside:
         """The same where backward of an op takes no less than the op did, just before or after the save of what it
-        needs, beside what was saved by it. `saved_bytes`: by save order; `needed`: save orders, by need."""
-        if (len(saved_bytes), len(needed)) != (len(self.saves.working), len(self.needs.working)):
+        needs, beside what was saved by it. `taken_bytes`: after each save; `saved_bytes`: by save order; `needed`: save
+        orders, by need."""
+        if (len(saved_bytes), len(needed)) != (len(taken_bytes), len(self.needs.working)):
             return self
         next_bytes = [*saved_bytes[1:], 0]
-        working = [max(0, most - nbytes) for most, nbytes in zip(self.saves.working, next_bytes, strict=True)]
+        working = [max(0, most - nbytes) for most, nbytes in zip(taken_bytes, next_bytes, strict=True)]
         forward = [max(pair) for pair in pairwise([0, *working])]
         backward = [max(own, forward[order]) for own, order in zip(self.needs.working, needed, strict=True)]
         return Beside(self.saves, Track(self.needs.levels, backward))
@@ -92,6 +93,8 @@ class HeadRoom:
         self._at: Track | None = None  # of the position reached last
         self._drift_bytes = 0  # by which the level is higher than was learned
         self._working_bytes = 0  # the largest working set so far
+        self._uncounted_bytes = 0  # of what is being saved
+        self._forward: list[tuple[int, int]] = []  # by save: level without what was saved, and the most above that
 
     # -- measuring ------------------------------------------------------------------------------------------------
     def looked(self, now_bytes: int, peak_bytes: int, uncounted_bytes: int = 0) -> None:
@@ -104,7 +107,13 @@ class HeadRoom:
         if self._at is not None:
             working_bytes = self._at.reached(peak_bytes - (self._resident_bytes if backward else resident_bytes))
             self._working_bytes = max(self._working_bytes, working_bytes)
+            if not backward:
+                level_bytes, most_bytes = self._forward[-1]
+                most_bytes = max(most_bytes, peak_bytes - resident_bytes - level_bytes)
+                self._forward[-1] = level_bytes, most_bytes
+                self._working_bytes = max(self._working_bytes, most_bytes)
         self._level(now_bytes, resident_bytes + uncounted_bytes)
+        self._uncounted_bytes = uncounted_bytes
 
     def settled(self, now_bytes: int, uncounted_bytes: int = 0) -> None:
         """The same after Delta's own work, in which what is counted went up and down."""
@@ -130,19 +139,22 @@ class HeadRoom:
         return self._fullest[1]
 
     def saved(self) -> None:
-        """The step has come to the next save."""
-        self._begin(self.measured.saves, self._learner.beside.saves)
+        """The step has come to the next save. For plans what it saves is beside activations too, until the next
+        position: they have room for it when it is made and when it counts."""
+        self._forward.append((self._level_bytes, 0))
+        self._begin(self.measured.saves, self._learner.beside.saves, self._level_bytes + self._uncounted_bytes)
+        self._uncounted_bytes = 0
 
     def needed(self) -> None:
         """The step has come to the next need."""
-        self._begin(self.measured.needs, self._learner.beside.needs)
+        self._begin(self.measured.needs, self._learner.beside.needs, self._level_bytes)
 
-    def _begin(self, track: Track, known: Track) -> None:
+    def _begin(self, track: Track, known: Track, level_bytes: int) -> None:
         position = len(track.levels)
-        track.begin(self._level_bytes)
+        track.begin(level_bytes)
         self._at = track
         if position < len(known.levels):
-            self._drift_bytes = max(0, self._level_bytes - known.levels[position])
+            self._drift_bytes = max(0, level_bytes - known.levels[position])
 
     def found(self) -> Beside:
         """What the step has used, now that it has ended."""
@@ -150,7 +162,8 @@ class HeadRoom:
             return self.measured
         log = self._learner.log
         saved_bytes = [log.nbytes[record] for record in log.saves]
-        return self.measured.as_in_forward(saved_bytes, [order for order, _ in log.needs])
+        taken_bytes = [most_bytes for _, most_bytes in self._forward]
+        return self.measured.as_in_forward(taken_bytes, saved_bytes, [order for order, _ in log.needs])
 
     # -- keeping free ---------------------------------------------------------------------------------------------
     @property

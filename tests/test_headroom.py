@@ -305,7 +305,7 @@ def test_what_is_being_saved_is_not_beside_counted_activations():
     ledger.resident_bytes = 400
     headroom.looked(800, 850, 300)
     headroom.saved()
-    assert headroom.measured.saves == Track([100, 100], [350, 0])
+    assert headroom.measured.saves == Track([300, 400], [150, 0])
     assert headroom.here_bytes == 100 + 350, "the next one may take as much before it counts"
     headroom.settled(950, 400)
     assert headroom.here_bytes == 150 + 350
@@ -339,9 +339,9 @@ def test_beside_of_two_steps():
 def test_where_nobody_sees_it_backward_of_an_op_takes_what_the_op_did():
     """The op between the first two saves took 90 bytes, 40 of which were saved, the last one 30."""
     beside = Beside(Track([10, 20, 30], [90, 5, 30]), Track([40, 50, 60, 70], [0, 60, 1, 2]))
-    found = beside.as_in_forward([7, 40, 8], [2, 1, 0, 0])
+    found = beside.as_in_forward([90, 5, 30], [7, 40, 8], [2, 1, 0, 0])
     assert found == Beside(beside.saves, Track(beside.needs.levels, [30, 60, 50, 50]))
-    assert beside.as_in_forward([7, 40, 8], [2, 1]) == beside, "not all of it was measured"
+    assert beside.as_in_forward([90, 5, 30], [7, 40, 8], [2, 1]) == beside, "not all of it was measured"
 
 
 @pytest.mark.parametrize(("sees_peaks", "taken_bytes"), [(True, 0), (False, 300)])
@@ -540,7 +540,7 @@ def test_what_is_saved_is_not_beside_activations_nor_what_goes_for_an_op_that_ha
     assert run._core is not None
     (profile,) = run._core.engine.learner.profiles
     beside = sorted(nbytes - before_bytes - 6 * MIB for nbytes in profile.beside.saves.levels)
-    assert beside[len(beside) // 2] < MIB // 2
+    assert beside[len(beside) // 2] < 1.5 * MIB, "and what is being saved"
     assert max(profile.beside.saves.working) < 9 * MIB
 
 
