@@ -94,7 +94,8 @@ class HeadRoom:
         self._drift_bytes = 0  # by which the level is higher than was learned
         self._working_bytes = 0  # the largest working set so far
         self._uncounted_bytes = 0  # of what is being saved
-        self._forward: list[tuple[int, int]] = []  # by save: level without what was saved, and the most above that
+        self._begun_bytes = 0  # the level when the last save was reached, without what it saved
+        self._taken: list[int] = []  # the most above that, by save
 
     # -- measuring ------------------------------------------------------------------------------------------------
     def looked(self, now_bytes: int, peak_bytes: int, uncounted_bytes: int = 0) -> None:
@@ -106,12 +107,10 @@ class HeadRoom:
         self._used(peak_bytes, max(resident_bytes, self._resident_bytes) if backward else resident_bytes)
         if self._at is not None:
             working_bytes = self._at.reached(peak_bytes - (self._resident_bytes if backward else resident_bytes))
-            self._working_bytes = max(self._working_bytes, working_bytes)
             if not backward:
-                level_bytes, most_bytes = self._forward[-1]
-                most_bytes = max(most_bytes, peak_bytes - resident_bytes - level_bytes)
-                self._forward[-1] = level_bytes, most_bytes
-                self._working_bytes = max(self._working_bytes, most_bytes)
+                working_bytes = max(self._taken[-1], peak_bytes - resident_bytes - self._begun_bytes)
+                self._taken[-1] = working_bytes
+            self._working_bytes = max(self._working_bytes, working_bytes)
         self._level(now_bytes, resident_bytes + uncounted_bytes)
         self._uncounted_bytes = uncounted_bytes
 
@@ -141,7 +140,8 @@ class HeadRoom:
     def saved(self) -> None:
         """The step has come to the next save. For plans what it saves is beside activations too, until the next
         position: they have room for it when it is made and when it counts."""
-        self._forward.append((self._level_bytes, 0))
+        self._begun_bytes = self._level_bytes
+        self._taken.append(0)
         self._begin(self.measured.saves, self._learner.beside.saves, self._level_bytes + self._uncounted_bytes)
         self._uncounted_bytes = 0
 
@@ -162,8 +162,7 @@ class HeadRoom:
             return self.measured
         log = self._learner.log
         saved_bytes = [log.nbytes[record] for record in log.saves]
-        taken_bytes = [most_bytes for _, most_bytes in self._forward]
-        return self.measured.as_in_forward(taken_bytes, saved_bytes, [order for order, _ in log.needs])
+        return self.measured.as_in_forward(self._taken, saved_bytes, [order for order, _ in log.needs])
 
     # -- keeping free ---------------------------------------------------------------------------------------------
     @property
