@@ -16,9 +16,9 @@ import torch
 
 from delta.runtime.device.base import Direction
 
-_ROUNDS = 3  # the median of them counts: a machine may be busy with something else for a while
-_COPYING_NS = 40_000_000  # per round and direction
-_ALONE_NS = 20_000_000
+_ROUNDS = 9  # the median of them counts, and short ones: a machine may be busy with something else for a while
+_COPYING_NS = 13_000_000  # per round and direction
+_ALONE_NS = 7_000_000
 _SIDE = 512
 _ELEMENTS = 2**20
 
