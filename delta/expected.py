@@ -66,7 +66,7 @@ class Expected:
         routine = self._learner.routine
         if routine is None or order != len(self._recall.by_order):
             return None
-        if not noted and not self._room.has_for(routine.coming_bytes[order], nbytes):
+        if not noted and not self._room.has_for(routine, order, nbytes):
             return None
         kept = Kept(key, new_id(), nbytes, order, now_ns, noted=noted)
         keeping.first(kept, signature, self._net_ns(now_ns))
@@ -78,7 +78,7 @@ class Expected:
     def short_for_next(self, order: int) -> bool:
         """Whether `Engine.next_save` has something to do."""
         routine = self._learner.routine
-        return routine is not None and not self._room.has_for(routine.coming_bytes[order], 0)
+        return routine is not None and not self._room.has_for(routine, order, 0)
 
     def again(self, kept: Kept, order: int, signature: int) -> bool:
         """One more tensor is saved on a storage that went at its first save; False if it is not the one expected."""
@@ -100,7 +100,7 @@ class Expected:
         routine = self._learner.routine
         if routine is None or order != len(self._recall.by_order):
             return []
-        return self._room.await_for(nbytes + routine.coming_bytes[order])
+        return self._room.await_for_save(routine, order, nbytes)
 
     def keep_record(self, order: int, record: int, key: int, signature: int, now_ns: int) -> Kept | None:
         """The same of a tensor on a storage that has a record: Delta holds it from here on."""
@@ -160,7 +160,7 @@ class Expected:
     def _has_room_for(self, order: int, nbytes: int) -> bool:
         """Whether there is room for `nbytes` at that save, and for the next one."""
         routine = self._learner.routine
-        return routine is not None and self._room.has_for(routine.coming_bytes[order], nbytes)
+        return routine is not None and self._room.has_for(routine, order, nbytes)
 
     def _one_more(self, record: int) -> None:
         """A record has been saved for the first time."""

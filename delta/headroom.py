@@ -93,7 +93,6 @@ class HeadRoom:
         self._at: Track | None = None  # of the position reached last
         self._drift_bytes = 0  # by which the level is higher than was learned
         self._working_bytes = 0  # the largest working set so far
-        self._uncounted_bytes = 0  # of what is being saved
         self._begun_bytes = 0  # the level when the last save was reached, without what it saved
         self._taken: list[int] = []  # the most above that, by save
 
@@ -112,7 +111,6 @@ class HeadRoom:
                 self._taken[-1] = working_bytes
             self._working_bytes = max(self._working_bytes, working_bytes)
         self._level(now_bytes, resident_bytes + uncounted_bytes)
-        self._uncounted_bytes = uncounted_bytes
 
     def settled(self, now_bytes: int, uncounted_bytes: int = 0) -> None:
         """The same after Delta's own work, in which what is counted went up and down."""
@@ -138,23 +136,21 @@ class HeadRoom:
         return self._fullest[1]
 
     def saved(self) -> None:
-        """The step has come to the next save. For plans what it saves is beside activations too, until the next
-        position: they have room for it when it is made and when it counts."""
+        """The step has come to the next save."""
         self._begun_bytes = self._level_bytes
         self._taken.append(0)
-        self._begin(self.measured.saves, self._learner.beside.saves, self._level_bytes + self._uncounted_bytes)
-        self._uncounted_bytes = 0
+        self._begin(self.measured.saves, self._learner.beside.saves)
 
     def needed(self) -> None:
         """The step has come to the next need."""
-        self._begin(self.measured.needs, self._learner.beside.needs, self._level_bytes)
+        self._begin(self.measured.needs, self._learner.beside.needs)
 
-    def _begin(self, track: Track, known: Track, level_bytes: int) -> None:
+    def _begin(self, track: Track, known: Track) -> None:
         position = len(track.levels)
-        track.begin(level_bytes)
+        track.begin(self._level_bytes)
         self._at = track
         if position < len(known.levels):
-            self._drift_bytes = max(0, level_bytes - known.levels[position])
+            self._drift_bytes = max(0, self._level_bytes - known.levels[position])
 
     def found(self) -> Beside:
         """What the step has used, now that it has ended."""
@@ -168,12 +164,12 @@ class HeadRoom:
     @property
     def here_bytes(self) -> int:
         """What the program needs from here to the next position."""
-        return self._most(self._at is self.measured.needs, 0)
+        backward = self._at is self.measured.needs
+        return self._most(backward, len((self.measured.needs if backward else self.measured.saves).levels) - 1)
 
-    @property
-    def at_next_save_bytes(self) -> int:
-        """... at the next save. At the last one, from here on."""
-        return self._most(False, 1) if self._at is self.measured.saves else self.here_bytes
+    def from_save(self, order: int) -> int:
+        """... from when a storage counts, by save order, to the next one. It is made before that."""
+        return self._most(False, order)
 
     @property
     def working_bytes(self) -> int:
@@ -189,10 +185,10 @@ class HeadRoom:
         known = self._learner.beside_needs[max(0, len(self.measured.needs.levels) - 1) : position + 1]
         return max(self.here_bytes, max(known, default=0) + self._drift_bytes)
 
-    def _most(self, backward: bool, ahead: int) -> int:
-        learner, measured = self._learner, self.measured
-        known, track = (learner.beside_needs, measured.needs) if backward else (learner.beside_saves, measured.saves)
-        position = min(len(track.levels) - 1 + ahead, len(known) - 1)
+    def _most(self, backward: bool, position: int) -> int:
+        learner = self._learner
+        known = learner.beside_needs if backward else learner.beside_saves
+        position = min(position, len(known) - 1)
         if learner.plan is None or position < 0:  # not known: as much more than now as was taken between any two looks
             return max(self._budget.other_bytes, self._level_bytes + self._working_bytes)
         return known[position] + self._drift_bytes

@@ -21,6 +21,7 @@ from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.planner import Plan
 from delta.record import Host, Record
+from delta.routine import Routine
 from delta.shortage import Shortage, parts_of
 from delta.totals import Totals
 from delta.types import Action, AwaitIn, AwaitOut, Drop, Encode, Encoding, Hold, Instruction, SwapOut
@@ -106,14 +107,14 @@ class Room:
         return self._encoded_bytes if plan is None or plan.idle else 0
 
     def make_for_next(self, plan: Plan, order: int, now_ns: int) -> list[Instruction]:
-        """Keep the next save under the limit too. The plan knows by how much it should raise what is resident, all
-        told; copies out that are late by then are waited for as if nothing else would go."""
+        """Keep the next save under the limit too. The plan knows by how much it should raise what is resident; copies
+        out that are late by then are waited for as if nothing else would go."""
         routine = self._learner.routine
-        if routine is not None and order < len(routine.coming_bytes) and self.has_for(routine.coming_bytes[order], 0):
+        if routine is not None and order < len(routine.coming_bytes) and self.has_for(routine, order, 0):
             return []
         if order + 1 >= len(plan.saved_bytes):
             return self.make(0, now_ns)
-        limit = self._limit(self._headroom.at_next_save_bytes if self._headroom is not None else None)
+        limit = self._limit_at(order + 1)
         resident_bytes = self._ledger.resident_bytes
         awaits: list[AwaitOut] = []
         if limit is not None:
@@ -124,7 +125,9 @@ class Room:
         # What is awaited may be what the plan counts on anyway: it brings no more than what lies over the plan now.
         over_plan_bytes = max(0, resident_bytes - plan.forward_bytes[order])
         coming_bytes = rise - min(freed_bytes, over_plan_bytes)
-        return [*awaits, *self.make(coming_bytes, now_ns, beside=frozenset(rec.id for rec in awaited))]
+        if self._headroom is not None:  # which has room for the making of it here, and there for what comes then
+            coming_bytes += self._headroom.from_save(order + 1) - self._headroom.here_bytes
+        return [*awaits, *self.make(max(0, coming_bytes), now_ns, beside=frozenset(rec.id for rec in awaited))]
 
     def await_out(self, over_bytes: int, beside: Collection[int] = ()) -> tuple[list[AwaitOut], int]:
         """Wait for copies out until that much less is resident, by those alone that free their bytes at once; returns
@@ -155,6 +158,10 @@ class Room:
         if limit is None:
             return []
         return self.await_out(self._ledger.resident_bytes + nbytes + self._spare_bytes - limit)[0]
+
+    def await_for_save(self, routine: Routine, order: int, nbytes: int) -> list[AwaitOut]:
+        """The same for a save of so much, and for the next one."""
+        return self.await_out(self._over(routine, order, nbytes))[0]
 
     def make(
         self, extra_bytes: int, now_ns: int, guess: bool = False, beside: Collection[int] = ()
@@ -236,17 +243,27 @@ class Room:
         self._ledger.let_go(rec.id)
         return [Drop(rec.id, Action.SWAP)]
 
-    def has_for(self, coming_bytes: int, nbytes: int) -> bool:
-        """Whether there is room for a save of `nbytes` and then for what is `coming_bytes` (`room_for_next`), in a step
-        that follows a routine: `make_for_next` would have nothing to do."""
-        needed_bytes = self._ledger.resident_bytes + nbytes + coming_bytes
+    def has_for(self, routine: Routine, order: int, nbytes: int) -> bool:
+        """Whether there is room for a save of `nbytes` by save order, and then for what comes next (`room_for_next`):
+        `make_for_next` would have nothing to do."""
+        return self._over(routine, order, nbytes) <= 0
+
+    def _over(self, routine: Routine, order: int, nbytes: int) -> int:
+        """By how much a save of `nbytes` by save order, or what comes next, is too much."""
+        needed_bytes = self._ledger.resident_bytes + nbytes
         if self._encoded_bytes:
             needed_bytes += self._spare_bytes
+        coming_bytes, limit = routine.coming_bytes[order], self._limit_at(order)
+        if limit is None:
+            return 0
         if self._headroom is None:
-            limit = self._limit(None)
-        elif (limit := self.limit_bytes) is not None:
-            limit = min(limit, self._limit(self._headroom.at_next_save_bytes) or 0)
-        return limit is None or needed_bytes <= limit
+            return needed_bytes + coming_bytes - limit
+        # Here the head-room has room for the making of what comes; there it counts.
+        return max(needed_bytes - limit, needed_bytes + coming_bytes - (self._limit_at(order + 1) or 0))
+
+    def _limit_at(self, order: int) -> int | None:
+        """The limit from when a storage counts, by save order, to the next one."""
+        return self._limit(self._headroom.from_save(order) if self._headroom is not None else None)
 
     def has(self, nbytes: int) -> bool:
         """Whether `nbytes` more fit: `make` would have nothing to do."""

@@ -217,8 +217,8 @@ def _beside_notes(graph: StepGraph, noted: Collection[int]) -> set[int]:
 
 
 def room_for_next(plan: Plan) -> list[int]:
-    """By save order: what the next save brings at most, or by how much the plan should raise what is resident there,
-    all told, if that is more; nothing at the last one."""
+    """By save order: what the next save brings at most, or by how much the plan should raise what is resident there, if
+    that is more; nothing at the last one."""
     rises = map(sub, plan.forward_bytes[1:], plan.forward_bytes)
     return [*map(max, rises, plan.saved_bytes[1:]), 0]
 

@@ -23,10 +23,11 @@ from delta.budget import LATELY, Budget
 from delta.headroom import Beside, HeadRoom, Track
 from delta.learner import Learner
 from delta.ledger import Ledger
-from delta.planner import StepLog, plan_step
+from delta.planner import StepGraph, StepLog, plan_step
 from delta.planner.steplog import build_graph
 from delta.profile import Profile
 from delta.revising import Outcome, Revising
+from delta.routine import Routine
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.gauge import Gauge
 from delta.runtime.rawmem import heap_bytes
@@ -222,6 +223,58 @@ def test_the_most_until_a_need_is_that_of_the_ops_before_it():
     assert [headroom.until_need(position) for position in (2, 3)] == [500, 500]
 
 
+def at_first_save(beside_bytes: tuple[int, int]) -> Toy:
+    """100 bytes are resident, and the step has come to the first of two saves of a plan: 60 more at the second one."""
+    toy = Toy(Budget(device_bytes=1000))
+    graph = replace(build_graph(StepLog(), 0), beside_saves=beside_bytes, beside_needs=(0, 0))
+    plan = replace(plan_step(build_graph(StepLog(), 0), 1000, Link(1e9, 1e9), ()), forward_bytes=(40, 100))
+    known = Beside(Track(list(beside_bytes), [0, 0]), Track([0, 0], [0, 0]))
+    learner = toy.engine.learner
+    learner.current = Profile((), graph, 0, {}, 1.0, plan=replace(plan, saved_bytes=(60, 60)), beside=known)
+    learner.mode, learner.routine = Mode.PLANNED, Routine([], [], coming_bytes=[60, 0])
+    toy.engine.ledger.resident_bytes = 100
+    headroom = toy.engine._headroom
+    headroom.looked(100 + beside_bytes[0], 100 + beside_bytes[0])
+    headroom.saved()
+    return toy
+
+
+@pytest.mark.parametrize(
+    ("beside_bytes", "most", "coming"),
+    [((400, 700), 1000 - 100 - 700 - 60, 300 + 60), ((700, 400), 1000 - 100 - 700, 0), ((500, 480), 1000 - 100 - 480 - 60, 60 - 20)],
+)
+def test_a_save_and_the_next_one_each_have_room_beside_what_their_own_place_takes(beside_bytes, most, coming):
+    toy = at_first_save(beside_bytes)
+    room, learner = toy.engine._room, toy.engine.learner
+    assert room.has_for(learner.routine, 0, most)
+    assert not room.has_for(learner.routine, 0, most + 1)
+    learner.routine, asked = None, []
+    room.make = lambda nbytes, *_, **__: asked.append(nbytes) or []
+    room.make_for_next(learner.plan, 0, 0)
+    assert asked == [coming]
+
+
+def test_a_copy_out_that_is_late_is_waited_for_only_where_the_next_save_would_not_fit(monkeypatch):
+    toy, over = at_first_save((400, 700)), []
+    monkeypatch.setattr(toy.engine._room, "await_out", lambda nbytes, *_: over.append(nbytes) or ([], nbytes))
+    toy.engine.expected.await_for_save(0, 150)
+    assert over == [10], "150 would, and then 60"
+
+
+def test_what_a_plan_says_is_resident_is_what_was_saved():
+    """What is beside has its place in the head-room."""
+    graph, plain = tiny_graph((300, 200)), tiny_graph(())
+    made = plan_step(graph, 10_000, Link(1e9, 1e9), (Action.KEEP,))
+    assert made.peak_bytes == 400
+    assert made.forward_bytes == plan_step(plain, 10_000, Link(1e9, 1e9), (Action.KEEP,)).forward_bytes != (0, 0)
+
+
+def tiny_graph(beside_saves: tuple[int, ...]) -> StepGraph:
+    machine = Machine(10_000)
+    machine.steps(1, [SIZE] * 2, {}, {})
+    return replace(machine.engine.learner.profiles[0].graph, beside_saves=beside_saves, beside_needs=())
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_budget_is_held_or_a_warning_says_that_it_was_not(seed):
     chance = random.Random(seed)
@@ -279,7 +332,7 @@ def test_where_nothing_is_known_room_is_kept_for_what_is_in_use_and_for_the_larg
     assert headroom.here_bytes == 400
     headroom.saved()
     headroom.looked(650, 700)
-    assert headroom.here_bytes == headroom.at_next_save_bytes == 450 + 100
+    assert headroom.here_bytes == headroom.from_save(1) == 450 + 100
     headroom.saved()
     headroom.looked(500, 520)
     assert headroom.here_bytes == 300 + 100
@@ -305,7 +358,7 @@ def test_what_is_being_saved_is_not_beside_counted_activations():
     ledger.resident_bytes = 400
     headroom.looked(800, 850, 300)
     headroom.saved()
-    assert headroom.measured.saves == Track([300, 400], [150, 0])
+    assert headroom.measured.saves == Track([100, 100], [350, 0])
     assert headroom.here_bytes == 100 + 350, "the next one may take as much before it counts"
     headroom.settled(950, 400)
     assert headroom.here_bytes == 150 + 350

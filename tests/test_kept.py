@@ -334,8 +334,8 @@ def test_most_of_a_known_step_is_only_kept(policy: str, device: str) -> None:
         room, refused = core.engine._room, {0}  # the first one begins the step
         has_for = room.has_for
 
-        def noted(coming_bytes: int, nbytes: int) -> bool:
-            if not (has := has_for(coming_bytes, nbytes)) and nbytes:  # else it is about the one after
+        def noted(routine: Routine, order: int, nbytes: int) -> bool:
+            if not (has := has_for(routine, order, nbytes)) and nbytes:  # else it is about the one after
                 refused.add(len(core.engine._recall.by_order))
             return has
 

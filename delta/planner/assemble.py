@@ -7,6 +7,8 @@ begin. Where everything may go, forward reads its storages too: one goes after i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import sub
 
 from delta.planner.forecast import Forecast, Forecaster, copies_back, forecast
 from delta.planner.steplog import Plan, StepGraph
@@ -43,7 +45,7 @@ def as_forecast(graph: StepGraph, actions: Sequence[Action], found: Forecast) ->
         next_needs=graph.next_needs,
         need_ns=graph.need_ns,
         saved_bytes=graph.saved_bytes,
-        forward_bytes=found.forward_bytes,
+        forward_bytes=tuple(map(sub, found.forward_bytes, graph.beside_saves or repeat(0))),
         peak_bytes=found.peak_bytes,
         replay_ns=found.replay_ns,
         swap_bytes=found.swap_bytes,
