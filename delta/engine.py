@@ -97,7 +97,7 @@ class Engine:
         self._room = room = Room(
             policy, budget, ledger, self.queue, learner, totals, keeping, layout, announced, self._headroom
         )
-        self.idle = Idle(budget, ledger, learner, room)
+        self.idle = Idle(budget, ledger, learner, room, self._headroom)
         self._recall = recall = Recall(policy, ledger, self.queue, learner, room)
         self._descent = Descent(ledger)
         self._settling = Settling(policy, ledger, room, learner, self._descent)

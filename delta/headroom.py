@@ -84,6 +84,7 @@ class HeadRoom:
         self._budget, self._ledger, self._learner, self._sees_peaks = budget, ledger, learner, sees_peaks
         self._level_bytes = 0
         self._resident_bytes = 0  # counted activations at the last look
+        self.largest_bytes = 0  # the largest working set of all steps
         self.new_step()
 
     def new_step(self) -> None:
@@ -110,6 +111,7 @@ class HeadRoom:
                 working_bytes = max(self._taken[-1], peak_bytes - resident_bytes - self._begun_bytes)
                 self._taken[-1] = working_bytes
             self._working_bytes = max(self._working_bytes, working_bytes)
+            self.largest_bytes = max(self.largest_bytes, working_bytes)
         self._level(now_bytes, resident_bytes + uncounted_bytes)
 
     def settled(self, now_bytes: int, uncounted_bytes: int = 0) -> None:

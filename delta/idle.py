@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from delta.budget import Budget
+from delta.headroom import HeadRoom
 from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.room import Room
@@ -14,8 +15,11 @@ from delta.room import Room
 class Idle:
     """Decides when it is enough to count the bytes of saved tensors."""
 
-    def __init__(self, budget: Budget, ledger: Ledger, learner: Learner, room: Room) -> None:
+    def __init__(
+        self, budget: Budget, ledger: Ledger, learner: Learner, room: Room, headroom: HeadRoom | None = None
+    ) -> None:
         self._budget, self._ledger, self._learner, self._room = budget, ledger, learner, room
+        self._headroom = headroom
 
     @property
     def expected(self) -> bool:
@@ -40,3 +44,23 @@ class Idle:
             return used_bytes() > self._budget.whole_bytes
         limit = self._room.limit_bytes
         return limit is not None and self._ledger.resident_bytes + watched_bytes > limit
+
+    def will_be_over(self, storages: int, step_bytes: int, used_bytes: Callable[[], int]) -> bool:
+        """Whether a step whose first `storages` make `step_bytes` will be too much if it goes on like the known one
+        that is nearest to it there. Looked into at the first, the second, the fourth storage and so on: what has been
+        saved before it is looked after can be made again by nobody, so when there is no room left it is too late.
+        """
+        budget = self._budget
+        if budget.unlimited or storages & (storages - 1):
+            return False
+        known_bytes, profile = self._learner.nearest(storages, step_bytes)
+        if profile is None or step_bytes <= known_bytes:
+            return False
+        most_bytes = profile.unevicted_peak_bytes
+        if self._headroom is not None:
+            most_bytes += self._headroom.largest_bytes
+        coming_bytes = most_bytes * step_bytes // known_bytes - step_bytes
+        if budget.device_bytes is not None:
+            return used_bytes() + coming_bytes > budget.whole_bytes
+        limit = self._room.limit_bytes
+        return limit is not None and self._ledger.resident_bytes + step_bytes + coming_bytes > limit

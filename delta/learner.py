@@ -102,6 +102,12 @@ class Learner(Underway):
         """Whether every kind of step seen so far fitted."""
         return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)
 
+    def nearest(self, storages: int, step_bytes: int) -> tuple[int, Profile | None]:
+        """How much the first `storages` are in the kind of step where that is nearest to `step_bytes`; that kind."""
+        known = [(sum(profile.graph.saved_bytes[:storages]), profile) for profile in self.profiles]
+        known = [(nbytes, profile) for nbytes, profile in known if nbytes]
+        return min(known, key=lambda each: abs(each[0] - step_bytes), default=(0, None))
+
     @property
     def by_structure(self) -> bool:
         """Whether the saved tensors of the step under way are told apart by what does not depend on sizes."""

@@ -202,8 +202,11 @@ class Core(Entrance):
         return not self.engine.learner.in_step and self.may_watch and self.engine.idle.expected
 
     def watched_too_much(self) -> bool:
-        """Whether what is watched is over the limit."""
-        return self.engine.idle.is_over(self.watch.resident_bytes, self.device.used_bytes)
+        """Whether what is watched is over the limit, or will be."""
+        idle, watch, used_bytes = self.engine.idle, self.watch, self.device.used_bytes
+        return idle.is_over(watch.resident_bytes, used_bytes) or idle.will_be_over(
+            watch.storages, watch.step_bytes, used_bytes
+        )
 
     def watched_step(self, peak_bytes: int, began_ns: int) -> None:
         """A step that was only watched has ended."""

@@ -64,9 +64,11 @@ class Watch:
         self._most_handles = _MANY  # then the dead are forgotten: no step may ever end
         self._began_ns = 0
         self._resident_bytes = 0
+        self._left_bytes = 0  # of steps before, when the step under way began
+        self.storages = 0  # that it has saved tensors on
         self.peak_bytes = 0
         self.count = 0  # saved tensors of the step under way, but for those that have been counted out
-        self.doubtful = False  # so many bytes are resident that it should be asked whether they fit
+        self.doubtful = False  # it should be asked whether the step fits: so much, or twice as many storages as last time
         self._unasked_bytes = 0.0
 
     @property
@@ -74,6 +76,11 @@ class Watch:
         if self._dead:
             self._count_out()
         return self._resident_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """What the step under way has added."""
+        return self.resident_bytes - self._left_bytes
 
     def pack(self, tensor: Tensor, storage: torch.UntypedStorage) -> Watched:
         """Count a saved tensor, on that storage."""
@@ -86,7 +93,8 @@ class Watch:
             if not self.count:
                 self._began_ns = time.perf_counter_ns()
                 self._unasked_bytes = self._core.engine.idle.unasked_bytes
-                self.peak_bytes = self._resident_bytes
+                self.peak_bytes = self._left_bytes = self._resident_bytes
+                self.storages = 0
             self.count += 1
             watched.watch = self
             users = self._users
@@ -94,10 +102,12 @@ class Watch:
                 users[key] += 1
             else:
                 users[key] = 1
+                self.storages += 1
                 self._resident_bytes += nbytes
                 if self._resident_bytes > self.peak_bytes:
                     self.peak_bytes = self._resident_bytes
-            self.doubtful = self._resident_bytes > self._unasked_bytes
+            storages = self.storages
+            self.doubtful = self._resident_bytes > self._unasked_bytes or not storages & (storages - 1)
             if len(self._handles) == self._most_handles:
                 self._forget_dead()
                 self._most_handles = max(_MANY, 2 * len(self._handles))

@@ -223,8 +223,9 @@ def test_the_most_until_a_need_is_that_of_the_ops_before_it():
     assert [headroom.until_need(position) for position in (2, 3)] == [500, 500]
 
 
-def at_first_save(beside_bytes: tuple[int, int]) -> Toy:
-    """100 bytes are resident, and the step has come to the first of two saves of a plan: 60 more at the second one."""
+def at_first_save(beside_bytes: tuple[int, int], counts: bool = True) -> Toy:
+    """100 bytes are resident, and the step has come to the first of two saves of a plan, which `counts` or is about to:
+    60 more at the second one."""
     toy = Toy(Budget(device_bytes=1000))
     graph = replace(build_graph(StepLog(), 0), beside_saves=beside_bytes, beside_needs=(0, 0))
     plan = replace(plan_step(build_graph(StepLog(), 0), 1000, Link(1e9, 1e9), ()), forward_bytes=(40, 100))
@@ -235,23 +236,32 @@ def at_first_save(beside_bytes: tuple[int, int]) -> Toy:
     toy.engine.ledger.resident_bytes = 100
     headroom = toy.engine._headroom
     headroom.looked(100 + beside_bytes[0], 100 + beside_bytes[0])
-    headroom.saved()
+    if counts:
+        headroom.saved()
     return toy
 
 
+@pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize(
     ("beside_bytes", "most", "coming"),
-    [((400, 700), 1000 - 100 - 700 - 60, 300 + 60), ((700, 400), 1000 - 100 - 700, 0), ((500, 480), 1000 - 100 - 480 - 60, 60 - 20)],
+    [
+        ((400, 700), 1000 - 100 - 700 - 60, 300 + 60),
+        ((700, 400), 1000 - 100 - 700, 0),
+        ((500, 480), 1000 - 100 - 480 - 60, 60 - 20),
+    ],
 )
-def test_a_save_and_the_next_one_each_have_room_beside_what_their_own_place_takes(beside_bytes, most, coming):
-    toy = at_first_save(beside_bytes)
+def test_a_save_and_the_next_one_each_have_room_beside_what_their_own_place_takes(beside_bytes, most, coming, counts):
+    toy = at_first_save(beside_bytes, counts)
     room, learner = toy.engine._room, toy.engine.learner
     assert room.has_for(learner.routine, 0, most)
     assert not room.has_for(learner.routine, 0, most + 1)
-    learner.routine, asked = None, []
+    if not counts:
+        return
+    learner.routine, asked, over = None, [], []
     room.make = lambda nbytes, *_, **__: asked.append(nbytes) or []
+    room.await_out = lambda nbytes, *_: over.append(nbytes) or ([], nbytes)
     room.make_for_next(learner.plan, 0, 0)
-    assert asked == [coming]
+    assert (asked, over) == ([coming], [100 + 60 - (1000 - beside_bytes[1])])
 
 
 def test_a_copy_out_that_is_late_is_waited_for_only_where_the_next_save_would_not_fit(monkeypatch):
@@ -340,6 +350,8 @@ def test_where_nothing_is_known_room_is_kept_for_what_is_in_use_and_for_the_larg
     headroom.settled(560)
     assert headroom.here_bytes == 310 + 100
     assert budget.other_bytes == 0
+    headroom.new_step()
+    assert (headroom.here_bytes, headroom.largest_bytes) == (310, 100), "the step's own, and that of all steps"
 
 
 def test_what_was_in_use_when_the_budget_was_passed_is_kept_free_until_it_is_given_back():
@@ -607,7 +619,6 @@ def test_what_is_being_saved_takes_its_room_once(heap_card, device_peaks, monkey
     assert beside[len(beside) // 2] < MIB // 2
 
 
-@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")  # what was watched has no recipes
 @pytest.mark.parametrize("policy", ["delta", "recompute", "swap"])
 def test_a_batch_that_does_not_fit_takes_nothing_from_those_that_do(policy, heap_card, device_peaks):
     """What is only watched and then looked after is not beside counted activations while it is handed over."""

@@ -120,6 +120,46 @@ def test_what_a_kernel_calls_is_not_recorded_where_the_recorder_comes_in_the_mid
     assert run.report().modes == {"observe": 3, "idle": 1}
 
 
+@pytest.mark.parametrize("limit", ["activations", "budget"])
+def test_a_batch_that_will_not_fit_is_recorded_from_its_first_save(limit, measured):
+    """What is only recomputed has to be, to go at all: the limit holds in the first such step, and nobody is warned."""
+    rows, nbytes = (32, 32, 32, 96, 32, 96, 96), int(saved_bytes(32) * 1.5)
+    plain, net = [step(model(), n) for n in rows], model()
+    chosen = delta.load_policy("recompute", {"filter.min_bytes": 0, "budget.reserve": 0})
+    limits = {"activations": Bytes(nbytes)} if limit == "activations" else {"budget": Bytes(measured + 2 * nbytes)}
+    found, evictions = [], []
+    with delta.evict(policy=chosen, device="cpu", **limits) as run:
+        for n in rows:
+            found.append(step(net, n))
+            evictions.append(sum(run.report().evictions.values()))
+    assert all(
+        torch.equal(mine, theirs) for a, b in zip(found, plain, strict=True) for mine, theirs in zip(a, b, strict=True)
+    )
+    assert evictions[2] == 0 < evictions[3] == evictions[4] < evictions[6]
+    assert run.report().modes["idle"] >= 3
+    if limit == "activations":
+        assert run.report().peak_activation_bytes <= nbytes
+
+
+def test_it_is_asked_at_the_first_the_second_the_fourth_storage_of_a_step(monkeypatch):
+    """What is left over from the step before is none of its own."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        Core, "watched_too_much", lambda core: asked.append((core.watch.storages, core.watch.step_bytes))
+    )
+    x = torch.ones(4, requires_grad=True)
+    with delta.evict(device="cpu") as run:
+        left = []
+        for _ in range(4):
+            left.append((x * 2).exp())
+            (x * 3).exp().sum().backward()
+        asked.clear()
+        made = [(x * k).exp() for k in range(9)]
+        assert asked == [(1, 16), (2, 32), (4, 64), (8, 128)]
+        del made
+    assert run.report().peak_activation_bytes == (len(left) + 9) * 16
+
+
 def test_a_watched_tensor_changed_in_place_is_told():
     with delta.evict(device="cpu"):
         x = torch.randn(4, requires_grad=True)
