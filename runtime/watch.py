@@ -68,7 +68,7 @@ class Watch:
         self.storages = 0  # that it has saved tensors on
         self.peak_bytes = 0
         self.count = 0  # saved tensors of the step under way, but for those that have been counted out
-        self.doubtful = False  # it should be asked whether the step fits: so much, or twice as many storages as last time
+        self.doubtful = False  # whether it fits should be asked: so much is there, or twice as many as last time
         self._unasked_bytes = 0.0
 
     @property
