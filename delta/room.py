@@ -122,12 +122,12 @@ class Room:
         awaited = [self._ledger[instruction.record] for instruction in awaits]
         freed_bytes = sum(rec.nbytes for rec in awaited if not self._floats(rec))
         rise = max(0, plan.forward_bytes[order + 1] - plan.forward_bytes[order])
+        if self._headroom is not None:  # which has room for the making of it here, and there for what comes then
+            rise = max(0, rise + self._headroom.from_save(order + 1) - self._headroom.here_bytes)
         # What is awaited may be what the plan counts on anyway: it brings no more than what lies over the plan now.
         over_plan_bytes = max(0, resident_bytes - plan.forward_bytes[order])
         coming_bytes = rise - min(freed_bytes, over_plan_bytes)
-        if self._headroom is not None:  # which has room for the making of it here, and there for what comes then
-            coming_bytes += self._headroom.from_save(order + 1) - self._headroom.here_bytes
-        return [*awaits, *self.make(max(0, coming_bytes), now_ns, beside=frozenset(rec.id for rec in awaited))]
+        return [*awaits, *self.make(coming_bytes, now_ns, beside=frozenset(rec.id for rec in awaited))]
 
     def await_out(self, over_bytes: int, beside: Collection[int] = ()) -> tuple[list[AwaitOut], int]:
         """Wait for copies out until that much less is resident, by those alone that free their bytes at once; returns

@@ -3,6 +3,8 @@
 In all of them s (record 0) is a source of 10 bytes, and op k makes record k out of record k - 1 in 10 ns.
 """
 
+from dataclasses import replace
+
 import pytest
 from toy import LINK, Toy
 
@@ -490,6 +492,22 @@ def test_what_a_recipe_cannot_do_without_has_room_before_it_counts():
     gone = [AwaitOut(1), Drop(1, Action.SWAP), Hold(2), Drop(3, Action.RECOMPUTE)]
     assert toy._do(room.carry_out(ledger[3], Action.RECOMPUTE, 20, wait=False)) == gone
     assert ledger.peak_resident_bytes == 300
+
+
+@pytest.mark.parametrize(("planned_bytes", "coming_bytes"), [((40, 30), -60), ((40, 70), 30 - 60), ((100, 130), 30)])
+def test_what_a_late_copy_frees_over_the_plan_is_taken_off_what_comes_next(planned_bytes, coming_bytes):
+    """100 bytes are resident, which a copy out that is waited for gives back: all that the plan has there, or more."""
+    toy = Toy(1000)
+    forward(toy, 1)
+    toy.let_go(1)
+    room, learner, asked = toy.engine._room, toy.engine.learner, []
+    plan = plan_of(build_graph(learner.log, 0), LINK, [Action.KEEP])
+    plan = replace(plan, saved_bytes=(100, 100), forward_bytes=planned_bytes)
+    learner.log.loose_at[0] = 1
+    room.await_out = lambda over_bytes, *_: ([AwaitOut(1)], over_bytes - 100)
+    room.make = lambda nbytes, *_, **__: asked.append(nbytes) or []
+    assert room.make_for_next(plan, 0, 20) == [AwaitOut(1)]
+    assert asked == [coming_bytes]
 
 
 def test_all_that_a_replay_takes_has_room_before_copies_back_begin():

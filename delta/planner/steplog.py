@@ -168,7 +168,7 @@ class Plan:
     next_needs: tuple[tuple[int, ...], ...]  # by save order: positions of its needs
     need_ns: tuple[int, ...]
     saved_bytes: tuple[int, ...]
-    forward_bytes: tuple[int, ...]  # resident after each save, as forecast, and saved; not what is beside
+    forward_bytes: tuple[int, ...]  # of what is saved: resident after each save, as forecast
     peak_bytes: int
     replay_ns: int
     swap_bytes: int
