@@ -56,6 +56,11 @@ def test_a_step_is_a_row_of_saves_and_needs():
     ]  # fmt: skip
 
 
+def test_what_is_beside_has_its_moments():
+    graph = replace(chain(), beside_saves=(10, 0, 0, 40), beside_needs=(0, 30, 0, 5))
+    assert Moments(a_task(graph, 0)).resident_bytes == [110, 200, 300, 440, 400, 330, 200, 105]
+
+
 def test_where_everything_may_go_there_is_a_gap_between_any_two_accesses():
     """a is read at 10 and at 40; b is made at 20 and read at 30 and 40. What an op reads stays until it has ended."""
     graph = replace(

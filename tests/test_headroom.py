@@ -20,10 +20,11 @@ from toy import Toy
 import delta
 from delta import engine, planning
 from delta.budget import LATELY, Budget
+from delta.config import PlannerConfig
 from delta.headroom import Beside, HeadRoom, Track
 from delta.learner import Learner
 from delta.ledger import Ledger
-from delta.planner import StepGraph, StepLog, plan_step
+from delta.planner import BY_POSITION, PLANNERS, StepGraph, StepLog, Task, plan_step
 from delta.planner.steplog import build_graph
 from delta.profile import Profile
 from delta.revising import Outcome, Revising
@@ -279,10 +280,21 @@ def test_what_a_plan_says_is_resident_is_what_was_saved():
     assert made.forward_bytes == plan_step(plain, 10_000, Link(1e9, 1e9), (Action.KEEP,)).forward_bytes != (0, 0)
 
 
-def tiny_graph(beside_saves: tuple[int, ...]) -> StepGraph:
+def tiny_graph(beside_saves: tuple[int, ...], count: int = 2) -> StepGraph:
     machine = Machine(10_000)
-    machine.steps(1, [SIZE] * 2, {}, {})
+    machine.steps(1, [SIZE] * count, {}, {})
     return replace(machine.engine.learner.profiles[0].graph, beside_saves=beside_saves, beside_needs=())
+
+
+@pytest.mark.parametrize("kind", sorted(BY_POSITION))
+def test_a_plan_by_position_evicts_where_the_place_itself_takes_too_much(kind):
+    """Of 1,250 bytes 700 are taken beside the third of twelve storages: those all fit. Or beside the last one."""
+    for at, fits in ((2, True), (11, False)):
+        graph = tiny_graph(tuple(700 if order == at else 0 for order in range(12)), 12)
+        task = Task(graph, 1250, Link(1e9, 1e9), (Action.KEEP, Action.RECOMPUTE), {}, False, PlannerConfig())
+        plan = PLANNERS[kind](task)
+        assert plan.idle is fits
+        assert plan.peak_bytes <= 1250
 
 
 @pytest.mark.parametrize("seed", range(40))

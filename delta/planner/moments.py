@@ -31,7 +31,7 @@ class Gap:
 
 
 class Moments:
-    """The moments of a step, the bytes at each with nothing evicted, and all gaps."""
+    """The moments of a step, the bytes at each with nothing evicted, with what is beside them, and all gaps."""
 
     def __init__(self, task: Task) -> None:
         graph = self._graph = task.graph
@@ -82,6 +82,10 @@ class Moments:
         for order, (born, dead) in enumerate(self.lives):
             change[born] += self.nbytes(order)
             change[dead] -= self.nbytes(order)
+        for beside, moments in ((self._graph.beside_saves, self.saves), (self._graph.beside_needs, self.needs)):
+            for nbytes, moment in zip(beside, moments, strict=bool(beside)):
+                change[moment] += nbytes
+                change[moment + 1] -= nbytes
         return list(accumulate(change))[:-1]
 
     def _once(self) -> list[Gap]:

@@ -61,5 +61,5 @@ PLANNERS: dict[str, Planner] = {
 # What takes too long to be waited for between two steps: searched beside the training for the plan to follow the first.
 BESIDE: dict[str, Planner] = {"profile": profile_thoroughly}
 # Planners to which what is beside saved storages tells itself by position, in the graph.
-BY_POSITION = frozenset({"profile", "monet"})
+BY_POSITION = frozenset({"profile", "monet", "optimal-checkpoint", "capuchin"})
 FEEDBACK: dict[str, Feedback] = {"capuchin": sooner}
