@@ -17,6 +17,23 @@ RETURNED = 0.7  # share of the unused room of a device budget that the next step
 LATELY = 8  # steps that had to evict
 
 
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a step that had to evict needs beside counted activations: `base_bytes` as it began, `most_bytes` when most
+    of these are resident, and `anywhere_bytes` at most where not all of them would fit. All that it saved came to
+    `saved_bytes`."""
+
+    base_bytes: int
+    most_bytes: int
+    anywhere_bytes: int
+    saved_bytes: int
+
+    def of(self, saved_bytes: int) -> int:
+        """The most of a step that saves so much: what is added to the base grows with that."""
+        added_bytes = self.most_bytes - self.base_bytes
+        return self.base_bytes + added_bytes * saved_bytes // max(1, self.saved_bytes)
+
+
 @dataclass(slots=True)
 class Budget:
     """`activations` and `device_bytes` exclude each other; with neither there is no limit.
@@ -28,24 +45,23 @@ class Budget:
     device_bytes: int | None = None
     reserve_bytes: int = 0
     other_bytes: int = 0  # in use that are not counted activations, the most seen lately while over the budget
-    _needed: deque[int] = field(default_factory=lambda: deque(maxlen=LATELY))  # of these, by the last limited steps
+    _needs: deque[Need] = field(default_factory=lambda: deque(maxlen=LATELY))  # of the last limited steps
 
-    def step_used(self, used_bytes: int, needed_bytes: int, limited: bool) -> None:
-        """A step used at most `used_bytes` of the device, and `needed_bytes` beside counted activations when most of
-        these were resident. What was taken for others and left unused is given back, most of it at a time, since the
-        peak between two looks is not seen; but nothing that one of the last steps needed, as the next may be as large.
-        A step that was not `limited` tells nothing: it had no use for the room."""
+    def step_used(self, used_bytes: int, need: Need, limited: bool) -> None:
+        """A step used at most `used_bytes` of the device. What was taken for others and left unused is given back, most
+        of it at a time, since the peak between two looks is not seen; but nothing that one of the last steps needed, as
+        the next may be as large. A step that was not `limited` tells nothing: it had no use for the room."""
         if self.device_bytes is None or not used_bytes or not limited:
             return
-        self._needed.append(needed_bytes)
+        self._needs.append(need)
         returned_bytes = int(max(0, self.whole_bytes - used_bytes) * RETURNED)
-        least_bytes = max(0, *self._needed, self.other_bytes - returned_bytes)
+        least_bytes = max(0, *(need.anywhere_bytes for need in self._needs), self.other_bytes - returned_bytes)
         self.other_bytes = min(self.other_bytes, least_bytes)
 
-    @property
-    def beside_bytes(self) -> int:
-        """What steps that have to evict take beside counted activations, for plans that do not know it by position."""
-        return max(self.other_bytes, *self._needed, 0)
+    def beside_bytes(self, saved_bytes: int) -> int:
+        """What a step that saves so much takes beside counted activations, for plans that do not know it by position:
+        as much as any of the last that had to evict, for its size. Before there was one, what was seen to be in use."""
+        return max((need.of(saved_bytes) for need in self._needs), default=self.other_bytes)
 
     @property
     def whole_bytes(self) -> int:
@@ -72,4 +88,5 @@ class Budget:
         if self.activations is not None:
             return self.activations.of(unevicted_peak_bytes)
         assert self.device_bytes is not None
-        return max(0, self.whole_bytes - (self.beside_bytes if beside_bytes is None else beside_bytes))
+        beside_bytes = self.beside_bytes(unevicted_peak_bytes) if beside_bytes is None else beside_bytes
+        return max(0, self.whole_bytes - beside_bytes)

@@ -587,7 +587,7 @@ class Engine:
         self._tell_shortage(summary.peak_bytes)
         plans_before, began_ns = self.planning.made, self._clock()
         if (headroom := self._headroom) is not None:
-            self.budget.step_used(headroom.peak_bytes, headroom.at_fullest_bytes, self._room.evicted)
+            self.budget.step_used(headroom.peak_bytes, headroom.need, self._room.evicted)
         peak_bytes, limit, beside = summary.peak_bytes, self.budget.limit_bytes, None
         if self._by_position is not None:
             peak_bytes, beside = self._by_position.peak_bytes, self._by_position.found()

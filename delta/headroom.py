@@ -16,7 +16,7 @@ from itertools import pairwise
 from operator import add
 from typing import TYPE_CHECKING
 
-from delta.budget import Budget
+from delta.budget import Budget, Need
 from delta.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ class HeadRoom:
     def new_step(self) -> None:
         self.measured = Beside()
         self.peak_bytes = 0  # of the device, in this step
-        self._fullest = (0, 0)  # most counted activations at a look, and what was in use beside them
+        self._fitting = 1.0  # the least share of what would be resident, had nothing gone, for which there was room
+        self._holding = 1.0  # ... of what was resident
+        self._anywhere_bytes = 0  # the most beside counted activations where less than all had room
         self._at: Track | None = None  # of the position reached last
         self._drift_bytes = 0  # by which the level is higher than was learned
         self._working_bytes = 0  # the largest working set so far
@@ -128,14 +130,30 @@ class HeadRoom:
 
     def _used(self, nbytes: int, resident_bytes: int) -> None:
         self.peak_bytes = max(self.peak_bytes, nbytes)
-        self._fullest = max(self._fullest, (resident_bytes, nbytes - resident_bytes))
+        beside_bytes = nbytes - resident_bytes
+        unevicted_bytes = resident_bytes + self._ledger.unevicted_bytes - self._ledger.resident_bytes
+        if beside_bytes + unevicted_bytes > self._budget.whole_bytes:
+            self._anywhere_bytes = max(self._anywhere_bytes, beside_bytes)
+            self._fitting = min(self._fitting, (self._budget.whole_bytes - beside_bytes) / max(1, unevicted_bytes))
         if nbytes > self._budget.whole_bytes:
-            self._budget.other_bytes = max(self._budget.other_bytes, nbytes - resident_bytes)
+            self._holding = min(self._holding, (self._budget.whole_bytes - beside_bytes) / max(1, resident_bytes))
+            self._budget.other_bytes = max(self._budget.other_bytes, beside_bytes)
 
     @property
-    def at_fullest_bytes(self) -> int:
-        """What was in use beside counted activations when most of these were resident, in this step."""
-        return self._fullest[1]
+    def need(self) -> Need:
+        """Of the step so far. A plan that has a share of all activations resident when that is most is taken to have
+        that share at each place: the place with room for the least share says how much may be resident in all. Where
+        one had more, and the budget was passed, so much less of all that was resident fits."""
+        base_bytes = self.measured.saves.levels[0] if self.measured.saves.levels else 0
+        ledger, room_bytes = self._ledger, self._budget.whole_bytes - base_bytes
+        for share, nbytes in (
+            (self._fitting, ledger.peak_unevicted_bytes),
+            (self._holding, ledger.peak_resident_bytes),
+        ):
+            if share < 1:
+                room_bytes = min(room_bytes, int(max(0, share) * nbytes))
+        most_bytes = self._budget.whole_bytes - room_bytes
+        return Need(base_bytes, most_bytes, self._anywhere_bytes, ledger.peak_unevicted_bytes)
 
     def saved(self) -> None:
         """The step has come to the next save."""

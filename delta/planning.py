@@ -95,7 +95,7 @@ class Planning:
     def _for_graph(self, graph: StepGraph, limit_bytes: int) -> int:
         """What is left of a device's budget where the graph does not say, place by place, what others take."""
         if self.by_position and not graph.beside_saves:
-            return max(0, limit_bytes - self._budget.beside_bytes)
+            return max(0, limit_bytes - self._budget.beside_bytes(graph.unevicted_bytes))
         return limit_bytes
 
     def _task(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Task:
