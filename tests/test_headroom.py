@@ -236,7 +236,8 @@ def at_first_save(beside_bytes: tuple[int, int], counts: bool = True) -> Toy:
     learner.mode, learner.routine = Mode.PLANNED, Routine([], [], coming_bytes=[60, 0])
     toy.engine.ledger.resident_bytes = 100
     headroom = toy.engine._headroom
-    headroom.looked(100 + beside_bytes[0], 100 + beside_bytes[0])
+    now_bytes = 100 + beside_bytes[0] - (0 if counts else 50)  # other places take other bytes
+    headroom.looked(now_bytes, now_bytes)
     if counts:
         headroom.saved()
     return toy
