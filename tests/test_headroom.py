@@ -585,7 +585,7 @@ def test_batches_that_fit_leave_no_less_room_for_those_that_do_not(policy, measu
         evicted = list(trained(batches))
     assert same(evicted, trained(batches))
     assert run.report().evictions
-    one_bytes = max(batches) * 16 * 4  # a replay in backward may hold one value more than was forecast
+    one_bytes = max(batches) * 16 * 4  # beside a replay in backward one value more may count than was forecast
     assert max(device_peaks) <= measured + 50 * 1024 + one_bytes, "from the first step on"
 
 
