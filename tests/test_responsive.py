@@ -1,5 +1,7 @@
 """Mimose's responsive scheduler on chains s -> 0 -> 1 -> ..., all saved and needed in reverse. Units: bytes, ns."""
 
+from dataclasses import replace
+
 import pytest
 from builders import a_log, an_op
 from hypothesis import given
@@ -75,6 +77,35 @@ def test_chains_grow_where_short_ones_do_not_suffice():
     assert any(v + 1 in gone for v in gone)
 
 
+def beside(task, saves=(), needs=()):
+    """With so much beside what is saved, by save order and by need."""
+    count = len(task.graph.saved)
+    saves, needs = ([dict(each).get(at, 0) for at in range(count)] for each in (saves, needs))
+    return replace(task, graph=replace(task.graph, beside_saves=tuple(saves), beside_needs=tuple(needs)))
+
+
+@pytest.mark.parametrize(
+    ("place", "gone"),
+    [
+        ({"saves": [(3, 490)]}, [0, 1]),  # of those that the program has let go of by then
+        ({"needs": [(5, 530)]}, [0, 1]),  # of those that are needed after that, in one chain if it has to be
+        ({"saves": [(7, 140)]}, [4]),
+    ],
+)
+def test_what_goes_is_there_where_too_much_is(place, gone):
+    """One of the larger ones would cover it alone, but that is of use at the end only."""
+    task = beside(a_task([40] * 4 + [100] * 4, 600), **place)
+    assert dropped(task) == gone
+    assert forecast(task.graph, (KEEP,) * 8, LINK).peak_bytes > 600
+    assert respond(task).peak_bytes <= 600
+
+
+def test_where_nothing_can_go_at_the_worst_moment_the_others_are_still_lowered():
+    task = beside(a_task([100] * 8, 700, fixed={0, 1}), needs=[(6, 900)])
+    plan = respond(task)
+    assert plan.peak_bytes == 1100 and max(plan.forward_bytes) <= 700
+
+
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=25), st.floats(0.05, 1.0), st.sets(st.integers(0, 25)))
 def test_enough_goes_unless_what_is_left_would_come_back_in_too_long_a_chain(sizes, share, fixed):
     task = a_task(sizes, int(share * sum(sizes)), fixed=fixed)
@@ -84,7 +115,7 @@ def test_enough_goes_unless_what_is_left_would_come_back_in_too_long_a_chain(siz
     assert plan.peak_bytes == forecast(task.graph, plan.actions, LINK).peak_bytes
     kept = set(range(len(sizes))) - gone
     if sum(sizes[v] for v in kept) > task.limit_bytes:
-        for v in kept - fixed:
+        for v in kept - fixed - {len(sizes) - 1}:  # that one is needed at once
             chain = [v, *_run(gone, v, -1), *_run(gone, v, 1)]
             assert sum(sizes[u] for u in chain) > task.limit_bytes
 

@@ -10,14 +10,15 @@ the most, so that few have to be made again.
 Mimose checkpoints modules, so its chains end where a module does. Here single storages go, and a chain of dropped
 ones would grow to the whole step. So what one chain brings back together is limited: to an eighth of the budget at
 first, and to more where that does not suffice. And Mimose does not model when the peak is: here the forecast does, a
-few times, and what it finds over the limit is taken off too.
+few times, and what it finds over the limit is taken off too, of what is there at the worst moment: beside a large op in
+the middle that is not all.
 
 Bounds: no optimality, times are not looked at. Deterministic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from delta.planner.assemble import assemble
@@ -36,13 +37,49 @@ def respond(task: Task) -> Plan:
     scheduler = _Scheduler(task)
     graph = task.graph
     if task.everything:
-        scheduler.drop(sum(graph.nodes[graph.saved[v]].nbytes for v in graph.held_over) - task.limit_bytes)
+        held_over = frozenset(graph.held_over)
+        scheduler.drop(sum(graph.nodes[graph.saved[v]].nbytes for v in held_over) - task.limit_bytes, held_over)
         return assemble(task, scheduler.actions)
+    moments = _Moments(graph)
     for _ in range(ROUNDS):
-        over_bytes = forecast(graph, scheduler.actions, task.link).peak_bytes - task.limit_bytes
-        if over_bytes <= 0 or not scheduler.drop(over_bytes):
+        found = forecast(graph, scheduler.actions, task.link)
+        if not moments.lower([*found.forward_bytes, *found.resident_bytes], task.limit_bytes, scheduler.drop):
             break
     return assemble(task, scheduler.actions)
+
+
+class _Moments:
+    """The saves of a step and then its needs, as far as something may still go that is there."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph, self._saves = graph, len(graph.saved)
+        self._first, self._end = 0, len(graph.saved) + len(graph.needs)
+
+    def lower(
+        self, resident_bytes: Sequence[int], limit_bytes: int, drop: Callable[[int, Collection[int]], bool]
+    ) -> bool:
+        """Drop what the worst moment is over the limit, of what is there then; where nothing is, at the worst of the
+        others. Whether anything was dropped."""
+        while self._first < self._end:
+            worst = max(range(self._first, self._end), key=resident_bytes.__getitem__)
+            over_bytes = resident_bytes[worst] - limit_bytes
+            if over_bytes <= 0:
+                return False
+            if drop(over_bytes, self._there(worst)):
+                return True
+            if worst < self._saves:  # before it there was even less
+                self._first = worst + 1
+            else:
+                self._end = worst
+        return False
+
+    def _there(self, moment: int) -> frozenset[int]:
+        """Save orders of what would not be there if it were dropped."""
+        graph = self._graph
+        if moment < self._saves:
+            return frozenset(v for v in range(moment) if graph.floats_to[v] < moment)
+        position = moment - self._saves
+        return frozenset(v for v, first in enumerate(graph.first_need) if first > position)
 
 
 class _Scheduler:
@@ -79,16 +116,17 @@ class _Scheduler:
             bucket.orders.sort()
         return buckets[::-1]
 
-    def drop(self, over_bytes: int) -> bool:
-        """Drop that many more bytes, as far as possible. Whether anything was dropped."""
+    def drop(self, over_bytes: int, there: Collection[int]) -> bool:
+        """Drop that many more bytes of the storages `there`, as far as possible. Whether anything was dropped."""
         dropped = False
         while over_bytes > 0:
-            v = self._pick(over_bytes)
+            v = self._pick(over_bytes, there)
             if v is None:
-                if not self._refused or self._cap >= self._limit:
+                if self._cap >= self._limit or not any(v in there for v in self._refused):
                     break
                 self._cap *= 2
-                self._buckets, self._refused = self._into_buckets(self._refused), []
+                left = (v for bucket in self._buckets for v in bucket.orders)
+                self._buckets, self._refused = self._into_buckets([*left, *self._refused]), []
             elif self._chains.drop(self.graph.saved[v], self._cap):
                 self.actions[v] = Action.RECOMPUTE
                 over_bytes -= self._bytes[v]
@@ -97,14 +135,15 @@ class _Scheduler:
                 self._refused.append(v)
         return dropped
 
-    def _pick(self, over_bytes: int) -> int | None:
-        """Take out the smallest candidate that covers it alone, else the earliest of the largest."""
-        for bucket in self._buckets:
-            if bucket.most_bytes >= over_bytes:
+    def _pick(self, over_bytes: int, there: Collection[int]) -> int | None:
+        """Take out the smallest candidate `there` that covers it alone, else the earliest of the largest."""
+        enough = (bucket for bucket in self._buckets if bucket.most_bytes >= over_bytes)
+        for buckets, least_bytes in ((enough, over_bytes), (reversed(self._buckets), 0)):
+            for bucket in buckets:
                 for place, v in enumerate(bucket.orders):
-                    if self._bytes[v] >= over_bytes:
+                    if self._bytes[v] >= least_bytes and v in there:
                         return self._take(bucket, place)
-        return self._take(self._buckets[-1], 0) if self._buckets else None
+        return None
 
     def _take(self, bucket: _Bucket, place: int) -> int:
         v = bucket.orders.pop(place)
