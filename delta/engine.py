@@ -87,7 +87,7 @@ class Engine:
         self.planning = Planning(policy, budget, link, announced)
         self._least_bytes = least_bytes = policy.filter.min_bytes
         self.looks = policy.planner.kind == "mimose"  # at more of a saved tensor than its signature
-        self.learner = learner_for(policy, budget, self.planning, announced)
+        self.learner = learner_for(policy, self.planning, announced)
         self._headroom = None
         if budget.device_bytes is not None:
             self._headroom = HeadRoom(budget, self.ledger, self.learner, sees_peaks)

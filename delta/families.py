@@ -14,7 +14,7 @@ are the same ones at every size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from delta.config import PlannerConfig
@@ -23,11 +23,11 @@ from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
 from delta.planner.family import Expectation, Family, kept_ops
 from delta.planner.steplog import StepGraph, StepLog
-from delta.profile import CRAMPED, ROOMIER, Profile
-from delta.revising import Outcome
+from delta.profile import CRAMPED, ROOMIER, Profile, learn_beside, with_beside
+from delta.revising import NOTHING, Outcome
 from delta.routine import Way, ways_of
 from delta.sizes import Limit, course_of, routine_for
-from delta.types import Action, Kind, Look
+from delta.types import Kind, Look
 
 CACHED = 256  # plans remembered, the oldest forgotten first
 LEAST_SQUEEZE = 0.8
@@ -44,9 +44,9 @@ class _Course:
 
 @dataclass(slots=True)
 class FamilyLearner(Learner):
-    """`limit`: the limit in bytes, given the unevicted peak of a step."""
+    """`limit`: see `sizes.py`."""
 
-    limit: Limit = lambda unevicted_peak_bytes: None
+    limit: Limit = lambda unevicted_peak_bytes, told: None
     options: PlannerConfig = field(default_factory=PlannerConfig)
     families: list[Family] = field(default_factory=list)  # last used first
     dims: Dims = ()  # of the step under way
@@ -134,7 +134,7 @@ class FamilyLearner(Learner):
         """The plan for the size at hand: one made before for a size rounded up to the same, under no higher a limit."""
         make_plan = self.revising.make_plan
         assert self._expected is not None and make_plan is not None
-        limit_bytes = self.limit(self._expected.peak_bytes)
+        limit_bytes = self.limit(self._expected.peak_bytes, family.beside.told)
         if limit_bytes is None:
             return None
         key = (family, family.rounded(self.dims, self.options.rounding))
@@ -148,6 +148,8 @@ class FamilyLearner(Learner):
         graph = family.graph(key[1])
         if course is not None:
             graph = keep_common(graph)
+        beside = family.beside.at(graph.unevicted_bytes)
+        graph = with_beside(graph, beside)
         aim_bytes = int(limit_bytes * self.squeeze) - self.options.buffer.of(limit_bytes) - graph.common_bytes
         made = Profile(
             family.structure,
@@ -156,8 +158,9 @@ class FamilyLearner(Learner):
             family.forced,
             self.squeeze,
             planned_for_bytes=limit_bytes,
+            beside=beside,
         )
-        largest_bytes = max(graph.saved_bytes, default=0)
+        largest_bytes = max(graph.saved_bytes, default=0) + max(made.all_beside, default=0)
         # Online, room is kept for one more of the largest. A routine goes by a plan, and only by one that holds the
         # limit: elsewhere all that can has to go, and what has passed unrecorded cannot.
         made.idle = course is None and not surprised and graph.unevicted_bytes + largest_bytes <= max(0, aim_bytes)
@@ -195,7 +198,7 @@ class FamilyLearner(Learner):
             self._plans.clear()
         told = family is not None and expected is not None and expected.exact and self._foreseen(expected)
         if self.recorded and not told:
-            family = self._learn_size(outcome.forced)
+            family = self._learn_size(outcome)
         if family is not None and family in self.families:
             self.families.remove(family)
             self.families.insert(0, family)
@@ -235,7 +238,8 @@ class FamilyLearner(Learner):
     def _foreseen(self, expected: Expectation) -> bool:
         return all(expected.foresaw(*saved) for saved in self._saved_bytes())
 
-    def _learn_size(self, forced: Mapping[int, Action]) -> Family:
+    def _learn_size(self, outcome: Outcome) -> Family:
+        forced = outcome.forced
         graph = self.revising.observed(self.log)
         structure = tuple(self.log.signatures)
         family = next((known for known in self.families if known.takes(structure, self.dims, graph)), None)
@@ -247,6 +251,7 @@ class FamilyLearner(Learner):
             del self.families[KINDS:]
         else:
             family.learn(self.dims, graph, forced)
+        learn_beside(family, graph, outcome.beside or NOTHING)
         self._learn_course(family, graph)
         self._forget_plans(family)
         return family

@@ -10,68 +10,14 @@ other, for the level as it is and the largest working set so far, and for what w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from operator import add
 from typing import TYPE_CHECKING
 
+from delta.beside import Beside, Track
 from delta.budget import Budget, Need
 from delta.ledger import Ledger
 
 if TYPE_CHECKING:
     from delta.learner import Learner
-
-
-@dataclass(slots=True)
-class Track:
-    """Bytes beside counted activations, by position."""
-
-    levels: list[int] = field(default_factory=list)  # when the position is reached
-    working: list[int] = field(default_factory=list)  # the most above that, until the next one
-
-    def begin(self, level_bytes: int) -> None:
-        self.levels.append(level_bytes)
-        self.working.append(0)
-
-    def reached(self, nbytes: int) -> int:
-        """So much was in use since the last position began; returns its working set."""
-        self.working[-1] = max(self.working[-1], nbytes - self.levels[-1])
-        return self.working[-1]
-
-    def after(self, earlier: Track) -> Track:
-        """What to expect of the next step: the levels of the last one, and the largest working sets of both, since
-        not each time each of them is seen."""
-        if len(earlier.working) != len(self.working):
-            return self
-        return Track(self.levels, list(map(max, self.working, earlier.working)))
-
-    @property
-    def most_bytes(self) -> tuple[int, ...]:
-        return tuple(map(add, self.levels, self.working))
-
-
-@dataclass(slots=True)
-class Beside:
-    """What one step used beside counted activations: by save order, and by need."""
-
-    saves: Track = field(default_factory=Track)
-    needs: Track = field(default_factory=Track)
-
-    def after(self, earlier: Beside) -> Beside:
-        return Beside(self.saves.after(earlier.saves), self.needs.after(earlier.needs))
-
-    def as_in_forward(self, taken_bytes: Sequence[int], saved_bytes: Sequence[int], needed: Sequence[int]) -> Beside:
-        """The same where backward of an op takes no less than the op did, just before or after the save of what it
-        needs, beside what was saved by it. `taken_bytes`: after each save; `saved_bytes`: by save order; `needed`: save
-        orders, by need."""
-        if (len(saved_bytes), len(needed)) != (len(taken_bytes), len(self.needs.working)):
-            return self
-        next_bytes = [*saved_bytes[1:], 0]
-        working = [max(0, most - nbytes) for most, nbytes in zip(taken_bytes, next_bytes, strict=True)]
-        forward = [max(pair) for pair in pairwise([0, *working])]
-        backward = [max(own, forward[order]) for own, order in zip(self.needs.working, needed, strict=True)]
-        return Beside(self.saves, Track(self.needs.levels, backward))
 
 
 class HeadRoom:
@@ -94,7 +40,8 @@ class HeadRoom:
         self._holding = 1.0  # ... of what was resident
         self._anywhere_bytes = 0  # the most beside counted activations where less than all had room
         self._at: Track | None = None  # of the position reached last
-        self._drift_bytes = 0  # by which the level is higher than was learned
+        self._drift_bytes = 0  # by which the level was higher than was learned, when it was looked at last
+        self._looked = False  # since the position reached last
         self._working_bytes = 0  # the largest working set so far
         self._begun_bytes = 0  # the level when the last save was reached, without what it saved
         self._taken: list[int] = []  # the most above that, by save
@@ -115,6 +62,7 @@ class HeadRoom:
             self._working_bytes = max(self._working_bytes, working_bytes)
             self.largest_bytes = max(self.largest_bytes, working_bytes)
         self._level(now_bytes, resident_bytes + uncounted_bytes)
+        self._looked = True
 
     def settled(self, now_bytes: int, uncounted_bytes: int = 0) -> None:
         """The same after Delta's own work, in which what is counted went up and down."""
@@ -169,8 +117,9 @@ class HeadRoom:
         position = len(track.levels)
         track.begin(self._level_bytes)
         self._at = track
-        if position < len(known.levels):
+        if position < len(known.levels) and self._looked:  # else the level is that of a place before
             self._drift_bytes = max(0, self._level_bytes - known.levels[position])
+        self._looked = False
 
     def found(self) -> Beside:
         """What the step has used, now that it has ended."""

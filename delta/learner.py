@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from delta.beside import Beside
 from delta.branches import Branching
-from delta.headroom import Beside
 from delta.planner.steplog import Plan, StepGraph
 from delta.profile import REFINEMENTS, Profile
 from delta.revising import NOTHING, Ended, Outcome, Revising
@@ -371,8 +371,9 @@ class Learner(Underway):
         log = self.log
         if self.foretold is not None and self.sizes is not None:
             as_told = self.routine is not None and self.packs == len(self.foretold.profile.signatures)
-            # What a device has in use beside counted activations lowers the limit by itself.
-            limit_bytes = outcome.limit_bytes if outcome.beside is None else None
+            # A plan that is not told what a device has in use beside counted activations has a lower limit by itself.
+            told = outcome.beside is None or self.foretold.profile.all_beside
+            limit_bytes = outcome.limit_bytes if told else None
             self.sizes.ended(self.foretold, as_told, outcome.peak_bytes, limit_bytes)
             self._whole = 0 if as_told else WATCHFUL
             self._expect(None)
@@ -400,7 +401,14 @@ class Learner(Underway):
         elif profile is not None:
             self.revising.release(profile, ended)
         if self.sizes is not None and self.recorded and log.asked and profile is not None:
-            self.sizes.learn(log, self._look.sizes, self.revising.replay_ns, profile, held=not outcome.over)
+            self.sizes.learn(
+                log,
+                self._look.sizes,
+                self.revising.replay_ns,
+                profile,
+                held=not outcome.over,
+                beside=outcome.beside or NOTHING,
+            )
         self._expect(profile)
 
     def _ended(self, outcome: Outcome) -> Ended:

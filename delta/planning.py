@@ -51,6 +51,10 @@ class Planning:
         """Whether plans know, place by place, what a device budget has to leave to others."""
         return self._budget.device_bytes is not None and self._kind in BY_POSITION
 
+    def limit_bytes(self, unevicted_peak_bytes: int, told: bool) -> int | None:
+        """The limit for a step that has just begun: see `sizes.Limit`."""
+        return self._budget.limit_bytes(unevicted_peak_bytes, beside_bytes=0 if told else None)
+
     @property
     def heeds_late(self) -> bool:
         """Whether plans learn from copies back that came late."""
@@ -162,13 +166,13 @@ class Planning:
             self.learner.follow(profile, plan)
 
 
-def learner_for(policy: Policy, budget: Budget, planning: Planning, announced: bool) -> Learner:
+def learner_for(policy: Policy, planning: Planning, announced: bool) -> Learner:
     """The learner that suits a policy, whose plans are `planning`'s; it is given to it. `announced` as the engine has
     it."""
     kind, min_bytes = policy.planner.kind, policy.filter.min_bytes
     revising = Revising(
         min_bytes,
-        planning.plan if kind != "none" else None,
+        {"none": None, "mimose": planning.plan_once}.get(kind, planning.plan),
         aim=1.0 if announced else AIM,  # where nothing has to be guessed, nothing is left unused
         selective=not policy.rules,  # they ask for the names of ops
         heed_late=planning.heed_late if planning.heeds_late else None,
@@ -176,9 +180,9 @@ def learner_for(policy: Policy, budget: Budget, planning: Planning, announced: b
         plan_on=planning.plan_on if kind == "profile" and not announced else None,
     )
     if kind == "mimose":
-        planning.learner = FamilyLearner(revising, limit=budget.limit_bytes, options=policy.planner)
+        planning.learner = FamilyLearner(revising, limit=planning.limit_bytes, options=policy.planner)
         return planning.learner
     planning.learner = learner = Learner(revising)
     if kind == "profile" and revising.selective and not announced:
-        learner.sizes = Sizes(min_bytes, planning.plan_like, budget.limit_bytes, revising.aim, revising.data)
+        learner.sizes = Sizes(min_bytes, planning.plan_like, planning.limit_bytes, revising.aim, revising.data)
     return learner

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import sub
 
-from delta.headroom import Beside
+from delta.beside import Beside
+from delta.planner.family import Family
 from delta.planner.steplog import Plan, StepGraph, StepLog
 from delta.routine import Bare, Routine, bare
 from delta.types import Action
@@ -63,6 +64,11 @@ class Profile:
         self.graph, self.course, self._bare = graph, course, None
 
     @property
+    def all_beside(self) -> tuple[int, ...]:
+        """What its graph has beside saved storages, by save order and then by need."""
+        return self.graph.beside_saves + self.graph.beside_needs
+
+    @property
     def bare(self) -> Bare:
         """The course without the calls that are for nothing that is saved."""
         if self._bare is None:
@@ -95,6 +101,12 @@ def with_beside(graph: StepGraph, beside: Beside) -> StepGraph:
     if len(beside.saves.levels) != len(graph.saved) or len(beside.needs.levels) != len(graph.needs):
         return graph
     return replace(graph, beside_saves=beside.saves.most_bytes, beside_needs=beside.needs.most_bytes)
+
+
+def learn_beside(family: Family, graph: StepGraph, beside: Beside) -> None:
+    """What a step of that family, like `graph`, used beside counted activations, if anybody measured that."""
+    if with_beside(graph, beside) is not graph:
+        family.beside.saw(graph.unevicted_bytes, beside)
 
 
 def refine(old: StepGraph, new: StepGraph, late: bool) -> StepGraph:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from delta.beside import Beside
 from delta.branches import done_by, read_by_trunk, trunk_of
-from delta.headroom import Beside
 from delta.planner.common import keep_common
 from delta.planner.steplog import Plan, StepGraph, StepLog, StepTimes, build_graph
 from delta.prepared import Preparation
@@ -164,7 +164,7 @@ class Revising:
         profile.planned_for_bytes = limit_bytes
         profile.aim_bytes = int(max(0, limit_bytes - standing_bytes) * profile.squeeze)
         profile.planned_graph = profile.graph
-        profile.planned_beside = profile.graph.beside_saves + profile.graph.beside_needs
+        profile.planned_beside = profile.all_beside
         if profile.fixed and self.plan_on is not None:
             profile.plan = self.plan_on(profile.graph, profile.aim_bytes, profile.forced, profile.fixed)
         else:
@@ -245,6 +245,6 @@ def _beside_moved(profile: Profile, ended: Ended) -> tuple[int, int]:
     if ended.recorded and beside.needs.levels:
         profile.beside = beside.after(profile.beside)
     profile.graph = with_beside(profile.graph, profile.beside)
-    now, then = profile.graph.beside_saves + profile.graph.beside_needs, profile.planned_beside
+    now, then = profile.all_beside, profile.planned_beside
     rise_bytes = max((fresh - known for fresh, known in zip(now, then, strict=False)), default=0)
     return rise_bytes, max(then, default=0) - max(now, default=0)

@@ -17,13 +17,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from delta.beside import Beside, Track
 from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
 from delta.planner.family import SAMPLES, kept_ops
 from delta.planner.loose import LooseFamily
 from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
 from delta.prepared import Preparation
-from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile
+from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile, learn_beside, with_beside
 from delta.routine import Routine, routine_of
 from delta.types import Action, Look
 from delta.units import Share
@@ -48,7 +49,9 @@ TOLERATED, HOPELESS = 0.01, 3
 # much they may be larger, all together, at any moment: what one expert has more of, another one has less.
 SPARE, EXCESS = 0.05, 0.15
 
-Limit = Callable[[int], int | None]
+Limit = Callable[[int, bool], int | None]
+"""The limit in bytes, given the unevicted peak of a step; that of the whole device, if its graph is `told` what is in
+use beside counted activations."""
 Actions = tuple[Action, ...]  # by save order
 PlanLike = Callable[[StepGraph, int, Iterable[Actions]], Plan | None]
 
@@ -59,7 +62,7 @@ class Program:
 
     structure: tuple[int, ...]
     aim: float  # plans aim at this share of the limit; less after a step whose peak was over it
-    logs: list[tuple[Dims, StepLog]] = field(default_factory=list)  # until there are enough of them
+    logs: list[tuple[Dims, StepLog, Beside]] = field(default_factory=list)  # until there are enough of them
     wanted: int = OBSERVED  # so many are enough
     family: LooseFamily | None = None
     most: Dims = ()  # of each dim
@@ -77,11 +80,11 @@ class Program:
     @property
     def sizes(self) -> Collection[Dims]:
         """Those at which it is known how such a step goes."""
-        return self.family.sizes if self.family is not None else [dims for dims, _ in self.logs]
+        return self.family.sizes if self.family is not None else [dims for dims, _, _ in self.logs]
 
     def is_new(self, dims: Dims, log: StepLog) -> bool:
         """Whether a step that was recorded is unlike all that are known, in its size or its bytes."""
-        return all(size != dims or _saved_bytes(known) != _saved_bytes(log) for size, known in self.logs)
+        return all(size != dims or _saved_bytes(known) != _saved_bytes(log) for size, known, _ in self.logs)
 
     def saw(self, dims: Dims, profile: Profile, held: bool) -> None:
         """A step of that size was recorded. `held`: its limit was."""
@@ -128,7 +131,7 @@ class Foretold(NamedTuple):
 
 
 class Sizes:
-    """The programs that are known. `limit`: the limit in bytes, given the unevicted peak of a step."""
+    """The programs that are known."""
 
     def __init__(self, min_bytes: int, plan_like: PlanLike, limit: Limit, aim: float, data: Preparation) -> None:
         self._min_bytes, self._plan_like, self._limit, self._aim = min_bytes, plan_like, limit, aim
@@ -137,10 +140,10 @@ class Sizes:
         self.ready = False  # some step may be foretold
 
     # -- learning ---------------------------------------------------------------------------------------------------
-    def learn(self, log: StepLog, dims: Dims, replay_ns: int, profile: Profile, held: bool) -> None:
+    def learn(self, log: StepLog, dims: Dims, replay_ns: int, profile: Profile, held: bool, beside: Beside) -> None:
         """A step was recorded from its first op to its last release; `dims` are those of the first tensor it saved.
         `replay_ns`: what a replay takes beside the op's own time. `profile`: what is known of its kind; `held`: whether
-        it was within its limit."""
+        it was within its limit; `beside`: what was in use beside counted activations, if that was measured."""
         if any(log.needs_before) or len(log.structures) != len(log.signatures) or not dims:
             return
         if any(saves < len(log.saves) for _, _, saves in log.asked_small):
@@ -150,17 +153,18 @@ class Sizes:
         program.saw(dims, profile, held)
         if program.family is None:
             if len(program.logs) < SAMPLES and program.is_new(dims, log):
-                program.logs.append((dims, log))
+                program.logs.append((dims, log, beside))
             if len(program.logs) >= program.wanted:  # never, after that has been of no use for a few times
                 self._found(program, replay_ns)
         elif program.family.loose or dims not in program.family.sizes:
             graph = self._graph(log, replay_ns)
             if program.family.takes(structure, dims, graph):
                 program.family.learn(dims, graph, {})
+                learn_beside(program.family, graph, with_small_needs_beside(log, beside))
                 program.course = course_of(log, graph)
                 program.plans.clear()
             else:
-                program = Program(structure, self._aim, [(dims, log)], program.wanted)
+                program = Program(structure, self._aim, [(dims, log, beside)], program.wanted)
                 program.saw(dims, profile, held)
         self._use(program)
 
@@ -179,15 +183,18 @@ class Sizes:
     def _found(self, program: Program, replay_ns: int) -> None:
         """There are enough steps, if they differ in their sizes only; those that differ otherwise from the last one are
         forgotten."""
-        *others, (dims, last) = program.logs
-        program.logs = [(dims, last)]
+        *others, newest = program.logs
+        dims, last, used = newest
+        program.logs = [newest]
         graph = self._graph(last, replay_ns)
         family = LooseFamily(program.structure, dims, graph, {}, int(ROUNDED * self._min_bytes))
-        for size, log in reversed(others):
+        for size, log, beside in reversed(others):
             other = self._graph(log, replay_ns)
             if family.takes(program.structure, size, other):
                 family.learn(size, other, {})
-                program.logs.insert(0, (size, log))
+                learn_beside(family, other, with_small_needs_beside(log, beside))
+                program.logs.insert(0, (size, log, beside))
+        learn_beside(family, graph, with_small_needs_beside(last, used))
         if family.guesses:
             program.wanted = max(program.wanted, 2 * OBSERVED)
         if len(program.logs) >= program.wanted:
@@ -214,16 +221,17 @@ class Sizes:
             self._went(program, as_told=False)
             return None
         peak_bytes = expected.peak_bytes
-        limit_bytes = self._limit(peak_bytes)
+        limit_bytes = self._limit(peak_bytes, family.beside.told)
         if limit_bytes is None:
             return None
-        room_bytes = max(0, limit_bytes - standing_bytes - (int(SPARE * limit_bytes) if loose else 0))
+        theirs_bytes = max(0, limit_bytes - family.beside.base_bytes)  # saved storages', and of the work on them
+        room_bytes = max(0, limit_bytes - standing_bytes - (int(SPARE * theirs_bytes) if loose else 0))
         profile = self._profile(program, family, look.sizes, room_bytes)
-        at_most_bytes = room_bytes if loose else room_bytes + int(TOLERATED * limit_bytes)
+        at_most_bytes = room_bytes if loose else room_bytes + int(TOLERATED * theirs_bytes)
         held = loose or program.missed < HOPELESS
         if profile is None or (held and not _holds(profile, at_most_bytes)):
             return None  # in a step that is recorded more can be done for the limit
-        return Foretold(program, profile, peak_bytes, int(EXCESS * limit_bytes) if loose else None)
+        return Foretold(program, profile, peak_bytes, int(EXCESS * theirs_bytes) if loose else None)
 
     def _profile(self, program: Program, family: LooseFamily, dims: Dims, limit_bytes: int) -> Profile | None:
         """... for the size rounded up, as it was made before if it fits."""
@@ -232,11 +240,13 @@ class Sizes:
         if known is not None and _serves(known, limit_bytes):
             return known
         graph = keep_common(family.graph(size))
+        beside = family.beside.at(graph.unevicted_bytes)
+        graph = with_beside(graph, beside)
         aim_bytes = int(max(0, limit_bytes - graph.common_bytes) * program.aim)
         plan = self._plan_like(graph, aim_bytes, [each for each in others if len(each) == len(graph.saved)])
         if plan is None:
             return None
-        made = Profile(program.structure, graph, 0, {}, program.aim, plan, planned_for_bytes=limit_bytes)
+        made = Profile(program.structure, graph, 0, {}, program.aim, plan, planned_for_bytes=limit_bytes, beside=beside)
         made.routine = routine_for(program.course, made)
         program.plans[size] = made
         if len(program.plans) > PLANS:
@@ -320,3 +330,20 @@ def with_small_needs(log: StepLog) -> StepLog:
         needs.append(need)
     releases = [(order, before + more) for (order, before), more in zip(log.releases, log.small_before, strict=True)]
     return replace(log, needs=needs[:-1], releases=releases)
+
+
+def with_small_needs_beside(log: StepLog, beside: Beside) -> Beside:
+    """What a step used beside counted activations, with those needs too. Nobody looked at the device when they came, so
+    for each counts what was seen from the need before it on."""
+    if len(beside.needs.levels) != len(log.needs) or not beside.saves.levels:
+        return beside
+    small = Counter(before for _, before, _ in log.asked_small)
+    now, needs = (beside.saves.levels[-1], beside.saves.working[-1]), Track()
+    for position in range(len(log.needs) + 1):
+        found = [now] * small[position]
+        if position < len(log.needs):
+            now = beside.needs.levels[position], beside.needs.working[position]
+            found.append(now)
+        needs.levels += [level for level, _ in found]
+        needs.working += [working for _, working in found]
+    return Beside(beside.saves, needs)

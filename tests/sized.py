@@ -9,8 +9,8 @@ from typing import Any
 
 from builders import an_op
 
+from delta.beside import Beside
 from delta.config import PlannerConfig
-from delta.headroom import Beside
 from delta.learner import Learner
 from delta.planner import PLANNERS, Plan, StepGraph, Task
 from delta.revising import Outcome, Revising
@@ -33,9 +33,14 @@ class Run:
         self.known: list[tuple[Actions, ...]] = []  # of recorded steps, when it was asked for a plan for another
         self.holds = holds
         self.limit: Callable[[int], int] = (lambda peak: int(share * peak)) if share else (lambda peak: limit)
+        self.told: list[bool] = []  # whether a limit was that of the whole device
         self.learner = Learner(Revising(least, self._plan, aim=1.0))
-        self.sizes = self.learner.sizes = Sizes(least, self._plan_like, self.limit, 1.0, self.learner.revising.data)
+        self.sizes = self.learner.sizes = Sizes(least, self._plan_like, self._limit, 1.0, self.learner.revising.data)
         self.least = least
+
+    def _limit(self, peak_bytes: int, told: bool) -> int:
+        self.told.append(told)
+        return self.limit(peak_bytes)
 
     def _plan(self, graph: StepGraph, limit_bytes: int, forced: Any) -> Plan:
         self.asked.append((graph, limit_bytes))

@@ -19,9 +19,10 @@ from toy import Toy
 
 import delta
 from delta import engine, planning
+from delta.beside import Beside, Track
 from delta.budget import LATELY, Budget, Need
 from delta.config import PlannerConfig
-from delta.headroom import Beside, HeadRoom, Track
+from delta.headroom import HeadRoom
 from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.planner import BY_POSITION, PLANNERS, StepGraph, StepLog, Task, plan_step
@@ -222,6 +223,27 @@ def test_the_most_until_a_need_is_that_of_the_ops_before_it():
     headroom.needed()
     headroom.needed()
     assert [headroom.until_need(position) for position in (2, 3)] == [500, 500]
+
+
+def test_what_has_appeared_is_still_there_at_places_that_nobody_looks_at():
+    """At position 1 the level is 300 higher than at 0, and nobody looks: 20 more than that are in use."""
+    headroom, _, _ = a_headroom()
+    learner = headroom._learner
+    graph = replace(build_graph(StepLog(), 0), beside_saves=(400,), beside_needs=(400, 700, 700, 500))
+    plan = plan_step(replace(graph, beside_saves=(), beside_needs=()), 1000, Link(1e9, 1e9), ())
+    known = Beside(Track([400], [0]), Track([400, 700, 700, 500], [0] * 4))
+    learner.current = Profile((), graph, 0, {}, 1.0, plan=plan, beside=known)
+    learner.mode = Mode.PLANNED
+    headroom.looked(420, 420)
+    headroom.needed()
+    headroom.settled(420)
+    headroom.needed()
+    assert headroom.here_bytes == 720
+    headroom.needed()
+    assert headroom.here_bytes == 720
+    headroom.looked(490, 490)
+    headroom.needed()
+    assert headroom.here_bytes == 500, "it has gone again"
 
 
 def at_first_save(beside_bytes: tuple[int, int], counts: bool = True) -> Toy:
@@ -585,8 +607,7 @@ def test_batches_that_fit_leave_no_less_room_for_those_that_do_not(policy, measu
         evicted = list(trained(batches))
     assert same(evicted, trained(batches))
     assert run.report().evictions
-    one_bytes = max(batches) * 16 * 4  # beside a replay in backward one value more may count than was forecast
-    assert max(device_peaks) <= measured + 50 * 1024 + one_bytes, "from the first step on"
+    assert max(device_peaks) <= measured + 50 * 1024, "from the first step on"
 
 
 # -- the heap in place of a card's allocator --------------------------------------------------------------------------

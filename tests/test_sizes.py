@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import delta
+from delta.beside import Beside, Track
 from delta.engine import Engine
-from delta.headroom import Beside
 from delta.learner import WATCHFUL, Learner
 from delta.planner import StepGraph, StepLog
 from delta.planner.assemble import plan_of
@@ -36,6 +36,7 @@ from delta.sizes import (
     Foretold,
     Sizes,
     with_small_needs,
+    with_small_needs_beside,
 )
 from delta.types import Action, Kind, Link, Look, Mode
 
@@ -161,7 +162,7 @@ def test_a_plan_serves_other_limits_that_it_is_within(run: Run, limits: list[int
     run.holds, run.sizes._programs[0].missed = False, HOPELESS
     run.asked.clear()
     for limit_bytes in limits:
-        run.sizes._limit = lambda peak, now=limit_bytes: now  # type: ignore[misc]
+        run.sizes._limit = lambda peak, told, now=limit_bytes: now  # type: ignore[misc]
         run.step(4, 65)
     assert [limit_bytes for _, limit_bytes in run.asked] == planned
     assert {bytes_of(graph)[0] for graph, _ in run.asked} == {10 * 4 * 66}
@@ -371,6 +372,58 @@ def test_where_a_device_s_limit_was_missed_plans_are_as_they_were(run: Run) -> N
     assert run.sizes._programs[0].aim == 1
 
 
+def used(b: int, t: int) -> Beside:
+    """What the device uses beside a step (b, t): a tenth of what it saves, and as much again at the last one."""
+    tenth = (16 * b * t + 4 * b * t * t) // 10
+    return Beside(Track([100, 100, 100], [0, 0, tenth]), Track([100 + tenth, 100, 100], [tenth, tenth, 0]))
+
+
+def test_a_plan_is_told_what_the_device_uses_beside_a_step_of_that_size() -> None:
+    run = Run(limit=9000)
+    for b, t in WARM:
+        run.step(b, t, beside=used(b, t))
+    family = run.sizes._programs[0].family
+    assert family is not None and family.beside.told
+    run.step(3, 64)
+    assert run.told == [True]
+    graph, aim_bytes = run.asked[-1]
+    beside, tenth = family.beside.at(graph.unevicted_bytes), sum(bytes_of(graph)) // 10
+    assert graph.beside_saves == beside.saves.most_bytes and graph.beside_needs == beside.needs.most_bytes
+    assert abs(graph.beside_saves[2] - 100 - tenth) <= 2 and abs(graph.beside_needs[0] - 100 - 2 * tenth) <= 2
+    assert aim_bytes == 9000, "the whole"
+    (profile,) = run.sizes._programs[0].plans.values()
+    assert profile.beside == beside, "from which the head-room knows when more is in use"
+
+
+def test_sizes_that_come_later_tell_it_too(run: Run) -> None:
+    run.warm()
+    family = run.sizes._programs[0].family
+    assert family is not None and not family.beside.told
+    run.step(4, 120, beside=used(4, 120))
+    assert family.beside.told
+
+
+def test_where_plans_are_told_a_missed_limit_makes_them_tighter() -> None:
+    run = Run(limit=100_000)
+    for b, t in WARM:
+        run.step(b, t, beside=used(b, t))
+    run.step(3, 16, peak=110_000, beside=Beside())
+    assert run.sizes._programs[0].aim == pytest.approx(100 / 110)
+
+
+def test_the_device_s_base_is_no_room_that_plans_may_miss() -> None:
+    """One whose forecast is over the limit by a hundredth of what is left for the step is followed, and no other."""
+    for over, told in ((1, True), (2, False)):
+        run = Run(limit=9100, holds=False)
+        for b, t in WARM:
+            run.step(b, t, beside=Beside(Track([9000] * 3, [0] * 3), Track([9000] * 3, [0] * 3)))
+        run.learner.revising.make_plan = None
+        run.sizes._plan_like = lambda graph, limit, known, over=over: replace(
+            plan_of(graph, Link(1e9, 1e9), [Action.KEEP] * 3), peak_bytes=limit + over
+        )
+        assert (run.step(3, 16)[-1] is PLANNED) is told
+
+
 def test_a_missed_limit_makes_plans_tighter(run: Run) -> None:
     run.warm()
     run.step(3, 16, peak=1100)
@@ -438,7 +491,7 @@ def test_what_is_left_over_of_another_step_counts(run: Run) -> None:
 
 def test_programs_are_forgotten_the_one_used_longest_ago_first(run: Run) -> None:
     for count in range(PROGRAMS + 2):
-        run.sizes.learn(StepLog(signatures=[0], structures=[count]), (1,), 0, NOTHING_KNOWN, held=True)
+        run.sizes.learn(StepLog(signatures=[0], structures=[count]), (1,), 0, NOTHING_KNOWN, held=True, beside=Beside())
     assert [program.structure for program in run.sizes._programs] == [(i,) for i in range(PROGRAMS + 1, 1, -1)]
 
 
@@ -452,7 +505,7 @@ def test_programs_are_forgotten_the_one_used_longest_ago_first(run: Run) -> None
     ids=["not seen whole", "a need in forward", "one of what is small"],
 )
 def test_what_is_not_learned(run: Run, log: StepLog) -> None:
-    run.sizes.learn(log, (1,), 0, NOTHING_KNOWN, held=True)
+    run.sizes.learn(log, (1,), 0, NOTHING_KNOWN, held=True, beside=Beside())
     assert run.sizes._programs == []
 
 
@@ -496,6 +549,15 @@ def test_needs_and_releases_with_those_of_what_is_small() -> None:
     assert whole.needs == [(3, 50), (2, 70), (1, 70), (0, 90)]
     assert whole.releases == [(3, 1), (2, 2), (1, 3), (0, 4)]
     assert build_graph_needs(whole) == ((3, 2, 1, 0), (4, 3, 2, 1))
+
+
+def test_beside_a_need_of_something_small_is_what_was_beside_the_one_before() -> None:
+    log = StepLog(saves=[10, 11], needs=[(1, 50), (0, 70)], asked_small=[(1, 0, 2), (0, 1, 2), (1, 1, 2), (0, 2, 2)])
+    beside = Beside(Track([1, 2], [3, 4]), Track([5, 6], [7, 8]))
+    found = with_small_needs_beside(log, beside)
+    assert found == Beside(beside.saves, Track([2, 5, 5, 5, 6, 6], [4, 7, 7, 7, 8, 8]))
+    assert len(with_small_needs(log).needs) == len(found.needs.levels)
+    assert with_small_needs_beside(log, Beside()) == Beside(), "nobody measured it"
 
 
 def build_graph_needs(log: StepLog) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from delta.beside import BesideBySize
 from delta.planner.estimate import Dims, Estimator, Form, Interval
 from delta.planner.steplog import Node, StepGraph
 from delta.types import Action, OpInfo
@@ -57,6 +58,7 @@ class Family:
         self._min_bytes = min_bytes
         self._samples: list[tuple[Dims, StepGraph]] = [(dims, self._base)]
         self.observed = 1  # first sights of an input size; one that was forgotten since counts again
+        self.beside = BesideBySize()
         self._held = self._held_in(self._base)
         self._fit()
 

@@ -60,6 +60,6 @@ PLANNERS: dict[str, Planner] = {
 }
 # What takes too long to be waited for between two steps: searched beside the training for the plan to follow the first.
 BESIDE: dict[str, Planner] = {"profile": profile_thoroughly}
-# Planners to which what is beside saved storages tells itself by position, in the graph.
-BY_POSITION = frozenset({"profile", "monet", "optimal-checkpoint", "capuchin"})
+# To these the graph tells, by position, what is beside saved storages; to one of the program's own only what is left.
+BY_POSITION = frozenset(PLANNERS)
 FEEDBACK: dict[str, Feedback] = {"capuchin": sooner}
