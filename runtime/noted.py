@@ -262,9 +262,11 @@ class Noted:
         tensors = [packed for ref in self._tensors if (packed := ref()) is not None]
         if not notes:
             return
+        made = list(self.made.values())  # what nobody has saved yet lives by it alone
         self.step_ended()
         self.given, self.readers = True, {}
         NoteRecords(self._core).give(notes, [packed for packed in tensors if packed.made is not None])
+        del made
 
 
 def _kept_alive(tensor: Tensor) -> Read:

@@ -296,6 +296,33 @@ def test_each_gets_its_record_when_more_has_to_be_known(index: int, when: str) -
     assert_same(gradients(net), expected)
 
 
+def test_what_is_saved_only_after_that_goes_as_planned() -> None:
+    """Calls have been noted, and nobody has saved their results when more has to be known."""
+    expected, net = plain(), fresh()
+    later: set[int] = set()  # save orders of such results
+    with steady(net) as core:
+        engine = core.engine
+        for index in range(8):
+            unsaved: list[int] = []
+
+            def give(found: list[int] = unsaved) -> None:
+                keys = [key for key, made in core.noted.made.items() if made.kept is None]
+                with core:
+                    engine.keeping.end()
+                found += [core.storages.by_key[key] for key in keys]
+
+            routine, before = engine.routine, engine.totals.evictions.get("recompute", 0)
+            assert routine is not None
+            loss = loss_of(net, at_layer(index, "forward", give))
+            assert engine.totals.evictions["recompute"] - before == len(routine.dropped)
+            later |= {engine.ledger[record].saved_at for record in unsaved if record in engine.ledger}
+            loss.backward()
+            assert_same(gradients(net), expected)
+            loss_of(net).backward()  # goes as planned again
+            assert_same(gradients(net), expected)
+        assert later & routine.dropped
+
+
 def saved_results(x: Tensor) -> list[Tensor]:
     """What the nodes behind a tensor have saved of their results."""
     found: list[Tensor] = []
