@@ -56,6 +56,12 @@ def test_a_larger_one_than_any_uses_more_but_for_what_is_there_anyway() -> None:
     assert known(400, fixed=100).at(800).needs.levels[1] == BASE + 200, "of what has been seen once all may grow"
 
 
+def test_of_a_step_that_saves_nothing_no_other_can_be_told_but_that_it_uses_as_much() -> None:
+    found = BesideBySize()
+    found.saw(0, used(500))
+    assert found.at(1) == used(500)
+
+
 def test_a_smaller_one_than_any_uses_no_more_than_the_smallest() -> None:
     """Nobody knows which of it is as large at any size."""
     assert known(400, 800).at(100) == used(400)

@@ -11,6 +11,7 @@ from sized import Run
 from torch import Tensor, nn
 
 import delta
+from delta.beside import Beside, Track
 from delta.engine import Engine
 from delta.planner.family import SAMPLES
 from delta.planner.loose import LooseFamily
@@ -99,6 +100,20 @@ def test_storages_may_be_larger_by_so_much_all_together(moved: int, more: int, f
     assert run.followed == followed
     run.learner._whole = 0
     assert run.step(*SIZE) == [PLANNED] * 3 and run.followed, "each step has all of it"
+
+
+@pytest.mark.parametrize("base", [0, 50_000])
+def test_both_are_shares_of_what_a_device_has_for_the_step(base: int) -> None:
+    """What is in use as it begins is none of it."""
+    beside = Beside(Track([base] * 3, [0] * 3), Track([base] * 3, [0] * 3))
+    run = Run(base + LIMIT)
+    for moved in MOVED:
+        run.step(*SIZE, moved=moved, peak=1, beside=beside)
+    run.step(*SIZE, more=EXCESS_BYTES)
+    assert run.asked[-1][1] == base + LIMIT - SPARE_BYTES and run.followed
+    run.learner._whole = 0
+    run.step(*SIZE, more=EXCESS_BYTES + 1)
+    assert not run.followed
 
 
 def test_steps_that_are_alike_tell_nothing_of_others() -> None:

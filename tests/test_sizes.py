@@ -395,6 +395,14 @@ def test_a_plan_is_told_what_the_device_uses_beside_a_step_of_that_size() -> Non
     assert profile.beside == beside, "from which the head-room knows when more is in use"
 
 
+@pytest.mark.parametrize("which", range(OBSERVED))
+def test_each_of_the_first_sizes_tells_it(run: Run, which: int) -> None:
+    for index, (b, t) in enumerate(WARM):
+        run.step(b, t, beside=used(b, t) if index == which else None)
+    family = run.sizes._programs[0].family
+    assert family is not None and family.beside.told
+
+
 def test_sizes_that_come_later_tell_it_too(run: Run) -> None:
     run.warm()
     family = run.sizes._programs[0].family
