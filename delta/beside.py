@@ -80,6 +80,11 @@ class Beside:
         return Beside(self.saves.raised(nbytes), self.needs.raised(nbytes))
 
     @property
+    def places(self) -> tuple[int, int]:
+        """How many saves there are, and needs."""
+        return len(self.saves.levels), len(self.needs.levels)
+
+    @property
     def base_bytes(self) -> int:
         """When the step began."""
         return self.saves.levels[0] if self.saves.levels else 0
@@ -112,8 +117,10 @@ class BesideBySize:
         self.base_bytes = 0  # as the step began that was seen last
 
     def saw(self, saved_bytes: int, beside: Beside) -> None:
-        """A step that saved so much has used that."""
+        """A step that saved so much has used that. Steps of other places are nothing to go by any more."""
         self.base_bytes = beside.base_bytes
+        if any(known.places != beside.places for known in self._known.values()):
+            self._known.clear()
         known, beside = self._known.pop(saved_bytes, None), beside.raised(-self.base_bytes)
         self._known[saved_bytes] = beside if known is None else beside.after(known)
         if len(self._known) > SIZES:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from delta.beside import Beside
 from delta.config import PlannerConfig
 from delta.learner import KINDS, WATCHFUL, Learner
 from delta.planner.common import keep_common
@@ -52,6 +53,7 @@ class FamilyLearner(Learner):
     dims: Dims = ()  # of the step under way
     squeeze: float = 1.0  # plans aim at this share of the limit; less after a step whose peak was over it
     _family: Family | None = field(default=None, init=False)
+    _near: Family | None = field(default=None, init=False)  # by which something is expected, be it enough or not
     _expected: Expectation | None = field(default=None, init=False)
     _plans: dict[tuple[Family, Dims], Profile] = field(default_factory=dict, init=False)
     _courses: dict[Family, _Course] = field(default_factory=dict, init=False)
@@ -93,14 +95,14 @@ class FamilyLearner(Learner):
         self._begun = self._family
 
     def _find(self, so_far: tuple[int, ...]) -> Profile | None:
-        self._family = self._expected = None
+        self._family = self._near = self._expected = None
         for family in self.families:
             if family.structure[: len(so_far)] != so_far or len(self.dims) != len(family.sizes[0]):
                 continue
             expected = family.expects(self.dims)
             if not all(expected.covers(*saved) for saved in self._saved_bytes()):
                 continue
-            self._expected = expected
+            self._near, self._expected = family, expected
             if self.dims in family.sizes or family.observed >= self.options.observe:
                 self._family = family
                 return self._profile(family)
@@ -123,6 +125,11 @@ class FamilyLearner(Learner):
             self._match()
             if self.routine is not None and self.current is not self._following:
                 self.leave_routine()
+
+    def _guess_beside(self) -> Beside:
+        if self._expected is None or self._near is None:
+            return NOTHING
+        return self._near.beside.at(sum(saved.most for saved in self._expected.saved))
 
     def _saved_bytes(self) -> Iterator[tuple[int, int]]:
         """What was saved so far: orders and bytes, none for what does not count."""
@@ -185,7 +192,7 @@ class FamilyLearner(Learner):
         self.families.clear()
         self._plans.clear()
         self._courses.clear()
-        self._family = self._expected = self._begun = None
+        self._family = self._near = self._expected = self._begun = None
 
     def _learn(self, outcome: Outcome) -> None:
         family, expected = self._family, self._expected
@@ -269,4 +276,4 @@ class FamilyLearner(Learner):
 
     def _reset(self) -> None:
         super(FamilyLearner, self)._reset()
-        self._family = self._expected = self._following = self.routine = None
+        self._family = self._near = self._expected = self._following = self.routine = None

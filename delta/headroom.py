@@ -142,12 +142,13 @@ class HeadRoom:
 
     @property
     def working_bytes(self) -> int:
-        """The working set of what runs next: as learned, else the largest of the step so far."""
+        """The working set of what runs next: as learned; without a plan at least the largest of the step so far."""
         known = self._learner.beside.needs if self._at is self.measured.needs else self._learner.beside.saves
-        if self._learner.plan is None or self._at is None or not known.working:
+        if self._at is None or not known.working:
             return self._working_bytes
         position = len(self._at.levels) - 1  # a look comes before it moves on
-        return max(known.working[position : position + 2], default=0)
+        next_bytes = max(known.working[position : position + 2], default=0)
+        return next_bytes if self._learner.plan is not None else max(next_bytes, self._working_bytes)
 
     def until_need(self, position: int) -> int:
         """The most that the program needs from here on until a need of the plan has been served."""
@@ -158,6 +159,8 @@ class HeadRoom:
         learner = self._learner
         known = learner.beside_needs if backward else learner.beside_saves
         position = min(position, len(known) - 1)
-        if learner.plan is None or position < 0:  # not known: as much more than now as was taken between any two looks
-            return max(self._budget.other_bytes, self._level_bytes + self._working_bytes)
-        return known[position] + self._drift_bytes
+        known_bytes = known[position] + self._drift_bytes if position >= 0 else 0
+        if learner.plan is not None and known:
+            return known_bytes
+        # Not known for sure: as much more than now as was taken between any two looks, or than steps like it took here.
+        return max(self._budget.other_bytes, self._level_bytes + self._working_bytes, known_bytes)

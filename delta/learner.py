@@ -51,6 +51,8 @@ class Learner(Underway):
     _recorded_so_far: bool = False  # at the first save of this step, if the routine has let no call pass since
     _before: Profile | None = None  # the kind of step that ended last
     _look: Look = ANY_LOOK  # of the first saved tensor
+    _guessed: Beside = field(default_factory=Beside)  # see `beside`
+    _guessed_most: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # ... by save order, and by need
     _costs: Iterator[tuple[object, int]] | None = None  # of the calls to come, where these are not timed once more
 
     def __post_init__(self) -> None:
@@ -62,18 +64,23 @@ class Learner(Underway):
 
     @property
     def beside(self) -> Beside:
-        """What steps of this kind used beside counted activations, as far as it is known."""
-        return self.current.beside if self.current is not None else NOTHING
+        """What steps of this kind used beside counted activations, as far as it is known; of a kind that is new, what
+        such steps of other sizes did."""
+        return self.current.beside if self.current is not None else self._guessed
 
     @property
     def beside_saves(self) -> tuple[int, ...]:
         """The most of it, by save order."""
-        return self.current.graph.beside_saves if self.current is not None else ()
+        return self.current.graph.beside_saves if self.current is not None else self._guessed_most[0]
 
     @property
     def beside_needs(self) -> tuple[int, ...]:
         """... by need."""
-        return self.current.graph.beside_needs if self.current is not None else ()
+        return self.current.graph.beside_needs if self.current is not None else self._guessed_most[1]
+
+    def _guess_beside(self) -> Beside:
+        """Of the step that has begun, of which no kind is known."""
+        return self.sizes.beside(self._look) if self.sizes is not None and self._look is not ANY_LOOK else NOTHING
 
     @property
     def known_peak_bytes(self) -> int:
@@ -160,6 +167,9 @@ class Learner(Underway):
                 self.leave_routine()
             if self.packs == 1:
                 self._join()
+                if self.current is None:
+                    self._guessed = guess = self._guess_beside()
+                    self._guessed_most = guess.saves.most_bytes, guess.needs.most_bytes
 
     def _widest(self, signature: int) -> int:
         """A share is one of that: nobody knows at the first save, with this signature, which way the step goes."""
@@ -487,6 +497,7 @@ class Learner(Underway):
         self.current = None
         self.mode = Mode.OBSERVE
         self.foretold = self._spare_bytes = None
+        self._guessed, self._guessed_most = NOTHING, ((), ())
         self.widest_bytes = 0
         self.asks_all = self.foretells
         self.alone.clear()

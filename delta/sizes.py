@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from delta.beside import Beside, Track
+from delta.beside import Beside, BesideBySize, Track
 from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
 from delta.planner.family import SAMPLES, kept_ops
@@ -205,11 +205,29 @@ class Sizes:
         return build_graph(self._data.given(with_small_needs(log)), self._min_bytes, replay_ns)
 
     # -- foretelling --------------------------------------------------------------------------------------------------
+    def _nearest(self, look: Look) -> Program | None:
+        alike = (program for program in self._programs if program.structure[0] == look.structure)
+        return min(alike, key=lambda known: known.away(look.sizes), default=None)
+
+    def beside(self, look: Look) -> Beside:
+        """What a step whose first saved tensor looks so may use beside counted activations, be it foretold or not: by
+        the sizes that are known, be they enough for a plan or not."""
+        program = self._nearest(look)
+        if program is None:
+            return Beside()
+        if program.family is not None:
+            expected = program.family.expects(look.sizes)
+            return program.family.beside.at(sum(saved.most for saved in expected.saved))
+        known = BesideBySize()  # by the size itself
+        for dims, _, beside in program.logs:
+            if beside.saves.levels:
+                known.saw(math.prod(dims), beside)
+        return known.at(math.prod(look.sizes))
+
     def foretell(self, look: Look, standing_bytes: int) -> Foretold | None:
         """The step whose first saved tensor looks so; None if none like it is known. `standing_bytes`: what is resident
         already, left over from another step."""
-        alike = (program for program in self._programs if program.structure[0] == look.structure)
-        program = min(alike, key=lambda known: known.away(look.sizes), default=None)
+        program = self._nearest(look)
         if program is None or program.family is None:
             return None
         family, loose, common = program.family, program.family.loose, program.is_common(look.sizes)
@@ -278,7 +296,7 @@ def _saved_bytes(log: StepLog) -> list[int]:
 
 
 def _logs(dims: Dims) -> list[float]:
-    return [math.log(size) for size in dims]
+    return [math.log(max(1, size)) for size in dims]
 
 
 def _holds(profile: Profile, limit_bytes: int) -> bool:

@@ -81,6 +81,15 @@ def test_of_a_size_that_comes_again_the_last_levels_count_and_the_largest_workin
     assert found.base_bytes == 5, "as the last one began"
 
 
+def test_steps_of_other_places_are_forgotten() -> None:
+    found = known(200, 400)
+    other = Beside(Track([BASE], [7]), Track([BASE, BASE], [8, 9]))
+    found.saw(300, other)
+    assert found.at(300) == found.at(200) == other
+    found.saw(300, used(300))
+    assert found.at(300) == used(300)
+
+
 def test_what_was_there_as_the_last_one_began_is_there_at_any_size() -> None:
     """The first step of all began without the optimizer's state."""
     found = BesideBySize()

@@ -283,6 +283,16 @@ def test_a_plan_is_told_what_the_device_uses_beside_a_step_of_that_size(size):
     assert run.learner.beside_saves == beside.saves.most_bytes and run.learner.beside_needs == beside.needs.most_bytes
 
 
+def test_before_enough_sizes_are_known_a_step_may_use_what_those_did():
+    run = Run(limit=9000)
+    run.step(4, 10, beside=used(4, 10))
+    learner = run.learner
+    learner.packed(hash(("f", 4, 20)), 0, Look(hash("f"), (4, 20)))
+    assert learner.plan is None
+    assert learner.beside == learner.families[0].beside.at(sum(saved.most for saved in learner._expected.saved))
+    assert learner.beside_saves == learner.beside.saves.most_bytes != ()
+
+
 def test_a_step_fits_that_leaves_room_for_what_is_beside_it():
     """(2, 12) saves 1,536 bytes, the largest of them 1,152; a third as much again is for what comes."""
     whole = 1536 + 1152

@@ -395,6 +395,45 @@ def test_a_plan_is_told_what_the_device_uses_beside_a_step_of_that_size() -> Non
     assert profile.beside == beside, "from which the head-room knows when more is in use"
 
 
+def begun(run: Run, b: int, t: int) -> Learner:
+    """A step (b, t) has saved its first tensor."""
+    learner = run.learner
+    learner.begin(recording=True)
+    learner.packed(hash((b, t)), 0, Look(hash("a"), (b, t)))
+    return learner
+
+
+def test_before_enough_sizes_are_known_a_step_may_use_what_those_did() -> None:
+    """By its size: nobody knows what it will save."""
+    run = Run(limit=9000)
+    assert begun(run, 3, 16).beside == Beside() and begun(run, 3, 16).beside_saves == ()
+    run.learner._reset()
+    for (b, t), tenth in (((4, 10), 200), ((4, 100), 2000)):
+        run.step(b, t, beside=Beside(Track([100] * 3, [0, 0, tenth]), Track([100] * 3, [tenth, 0, tenth])))
+    for (b, t), working in (((4, 10), 200), ((4, 55), 1100), ((2, 100), 1000), ((4, 200), 4000)):
+        learner = begun(run, b, t)
+        assert learner.current is None and learner.beside.needs.working == [working, 0, working]
+        assert learner.beside_saves == (100, 100, 100 + working) and learner.beside_needs[0] == 100 + working
+        learner._reset()
+    assert learner.beside == Beside() and learner.beside_needs == ()
+
+
+def test_what_is_known_to_be_larger_than_any_may_use_more_than_any() -> None:
+    """It is not foretold, and what it will save is known."""
+    run = Run(limit=9000)
+    for b, t in WARM:
+        run.step(b, t, beside=used(b, t))
+    learner, known = begun(run, 4, 200), used(4, 200).needs.working
+    assert learner.foretold is None
+    assert all(abs(found - working) <= 2 for found, working in zip(learner.beside.needs.working, known, strict=True))
+
+
+def test_a_size_may_be_nothing(run: Run) -> None:
+    """A tensor without elements may be saved on a storage that has some."""
+    run.step(4, 10, beside=used(4, 10))
+    assert begun(run, 0, 10).beside.saves.levels == [100] * 3
+
+
 @pytest.mark.parametrize("which", range(OBSERVED))
 def test_each_of_the_first_sizes_tells_it(run: Run, which: int) -> None:
     for index, (b, t) in enumerate(WARM):
