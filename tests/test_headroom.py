@@ -26,6 +26,7 @@ from delta.headroom import HeadRoom
 from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.planner import BY_POSITION, PLANNERS, StepGraph, StepLog, Task, plan_step
+from delta.planner.assemble import plan_of
 from delta.planner.steplog import build_graph
 from delta.profile import Profile
 from delta.revising import Outcome, Revising
@@ -36,6 +37,7 @@ from delta.runtime.rawmem import heap_bytes
 from delta.types import Action, Kind, Link, Mode, SwapIn
 
 BASE = 1000  # parameters and the like
+LINK, KEPT = Link(1e9, 1e9), (Action.KEEP, Action.KEEP)
 SIZE = 100
 
 
@@ -326,6 +328,23 @@ def tiny_graph(beside_saves: tuple[int, ...], count: int = 2) -> StepGraph:
     machine = Machine(10_000)
     machine.steps(1, [SIZE] * count, {}, {})
     return replace(machine.engine.learner.profiles[0].graph, beside_saves=beside_saves, beside_needs=())
+
+
+@pytest.mark.parametrize("kind", ["mimose", "profile"])
+@pytest.mark.parametrize(("told", "limit_bytes"), [(True, 5000), (False, 4700)])
+def test_a_step_that_has_just_begun_is_planned_for_the_whole_or_for_what_is_left(told, limit_bytes, kind, monkeypatch):
+    """By whether its graph has what is beside; what is left of it is taken off once."""
+    asked = []
+    monkeypatch.setitem(PLANNERS, kind, lambda task: asked.append(task.limit_bytes) or plan_of(task.graph, LINK, KEPT))
+    machine = Machine(5000, planner={"kind": kind})
+    planning, machine.engine.budget.other_bytes = machine.engine.planning, 300
+    limit = planning.learner.limit if kind == "mimose" else planning.learner.sizes._limit
+    assert limit(700, told) == limit_bytes
+    if kind == "mimose":
+        planning.learner.revising.make_plan(tiny_graph((300, 200) if told else ()), limit_bytes, {})
+    else:
+        planning.learner.sizes._plan_like(tiny_graph((300, 200) if told else ()), limit_bytes, ())
+    assert asked == [limit_bytes]
 
 
 @pytest.mark.parametrize("kind", sorted(BY_POSITION))
