@@ -138,11 +138,9 @@ class BesideBySize:
     def _above_base(self, saved_bytes: int) -> Beside:
         smaller = max((known for known in self._known if known < saved_bytes), default=None)
         larger = min((known for known in self._known if known >= saved_bytes), default=None)
-        if larger is None:
-            return (
-                self._known[smaller].scaled(Fraction(saved_bytes, max(1, smaller))) if smaller is not None else Beside()
-            )
         if smaller is None:
-            return self._known[larger]
+            return self._known[larger] if larger is not None else Beside()
+        if larger is None:
+            return self._known[smaller].scaled(Fraction(saved_bytes, max(1, smaller)))
         part = Fraction(saved_bytes - smaller, larger - smaller)
         return self._known[smaller].towards(self._known[larger], part)

@@ -24,7 +24,7 @@ from delta.planner.common import keep_common
 from delta.planner.estimate import Dims
 from delta.planner.family import Expectation, Family, kept_ops
 from delta.planner.steplog import StepGraph, StepLog
-from delta.profile import CRAMPED, ROOMIER, Profile, learn_beside, with_beside
+from delta.profile import CRAMPED, ROOMIER, Profile, with_beside
 from delta.revising import NOTHING, Outcome
 from delta.routine import Way, ways_of
 from delta.sizes import Limit, course_of, routine_for
@@ -127,7 +127,7 @@ class FamilyLearner(Learner):
                 self.leave_routine()
 
     def _guess_beside(self) -> Beside:
-        if self._expected is None or self._near is None:
+        if self._expected is None or self._near is None or not self._near.beside.told:
             return NOTHING
         return self._near.beside.at(sum(saved.most for saved in self._expected.saved))
 
@@ -258,7 +258,7 @@ class FamilyLearner(Learner):
             del self.families[KINDS:]
         else:
             family.learn(self.dims, graph, forced)
-        learn_beside(family, graph, outcome.beside or NOTHING)
+        family.used(graph, outcome.beside or NOTHING)
         self._learn_course(family, graph)
         self._forget_plans(family)
         return family

@@ -8,7 +8,6 @@ from itertools import accumulate
 from operator import sub
 
 from delta.beside import Beside
-from delta.planner.family import Family
 from delta.planner.steplog import Plan, StepGraph, StepLog
 from delta.routine import Bare, Routine, bare
 from delta.types import Action
@@ -98,15 +97,9 @@ class Profile:
 
 def with_beside(graph: StepGraph, beside: Beside) -> StepGraph:
     """The graph with what its step used beside counted activations; as it is, where nobody measured that."""
-    if len(beside.saves.levels) != len(graph.saved) or len(beside.needs.levels) != len(graph.needs):
+    if beside.places != (len(graph.saved), len(graph.needs)):
         return graph
     return replace(graph, beside_saves=beside.saves.most_bytes, beside_needs=beside.needs.most_bytes)
-
-
-def learn_beside(family: Family, graph: StepGraph, beside: Beside) -> None:
-    """What a step of that family, like `graph`, used beside counted activations, if anybody measured that."""
-    if with_beside(graph, beside) is not graph:
-        family.beside.saw(graph.unevicted_bytes, beside)
 
 
 def refine(old: StepGraph, new: StepGraph, late: bool) -> StepGraph:

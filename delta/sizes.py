@@ -24,7 +24,7 @@ from delta.planner.family import SAMPLES, kept_ops
 from delta.planner.loose import LooseFamily
 from delta.planner.steplog import Plan, StepGraph, StepLog, build_graph
 from delta.prepared import Preparation
-from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile, learn_beside, with_beside
+from delta.profile import CRAMPED, ROOMIER, TIGHTEST, Profile, with_beside
 from delta.routine import Routine, routine_of
 from delta.types import Action, Look
 from delta.units import Share
@@ -160,7 +160,7 @@ class Sizes:
             graph = self._graph(log, replay_ns)
             if program.family.takes(structure, dims, graph):
                 program.family.learn(dims, graph, {})
-                learn_beside(program.family, graph, with_small_needs_beside(log, beside))
+                program.family.used(graph, with_small_needs_beside(log, beside))
                 program.course = course_of(log, graph)
                 program.plans.clear()
             else:
@@ -192,9 +192,9 @@ class Sizes:
             other = self._graph(log, replay_ns)
             if family.takes(program.structure, size, other):
                 family.learn(size, other, {})
-                learn_beside(family, other, with_small_needs_beside(log, beside))
+                family.used(other, with_small_needs_beside(log, beside))
                 program.logs.insert(0, (size, log, beside))
-        learn_beside(family, graph, with_small_needs_beside(last, used))
+        family.used(graph, with_small_needs_beside(last, used))
         if family.guesses:
             program.wanted = max(program.wanted, 2 * OBSERVED)
         if len(program.logs) >= program.wanted:
@@ -215,9 +215,10 @@ class Sizes:
         program = self._nearest(look)
         if program is None:
             return Beside()
-        if program.family is not None:
-            expected = program.family.expects(look.sizes)
-            return program.family.beside.at(sum(saved.most for saved in expected.saved))
+        if (family := program.family) is not None:
+            if not family.beside.told:
+                return Beside()  # at once: this comes before the step goes on
+            return family.beside.at(sum(saved.most for saved in family.expects(look.sizes).saved))
         known = BesideBySize()  # by the size itself
         for dims, _, beside in program.logs:
             if beside.saves.levels:

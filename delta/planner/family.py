@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from delta.beside import BesideBySize
+from delta.beside import Beside, BesideBySize
 from delta.planner.estimate import Dims, Estimator, Form, Interval
 from delta.planner.steplog import Node, StepGraph
 from delta.types import Action, OpInfo
@@ -105,6 +105,11 @@ class Family:
         self._base = replace(graph, floats_to=tuple(map(max, graph.floats_to, self._base.floats_to)))
         self.forced = forced
         self._fit()
+
+    def used(self, graph: StepGraph, beside: Beside) -> None:
+        """What a step of this family, like `graph`, used beside counted activations, if anybody measured that."""
+        if beside.places == (len(graph.saved), len(graph.needs)):
+            self.beside.saw(graph.unevicted_bytes, beside)
 
     def _sample(self, dims: Dims, graph: StepGraph) -> None:
         """Of two steps that are alike the larger bytes and smaller times count."""
