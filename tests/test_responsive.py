@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from delta.config import PlannerConfig
 from delta.planner import Task, forecast
-from delta.planner.responsive import CHAIN, respond
+from delta.planner.responsive import CHAIN, _Scheduler, respond
 from delta.planner.steplog import build_graph
 from delta.types import Action, Kind, Link
 
@@ -70,6 +70,16 @@ def test_chains_are_kept_short():
     assert gone
     assert 1000 // CHAIN < 200
     assert all(v + 1 not in gone for v in gone)
+
+
+def test_chains_stay_short_where_longer_ones_would_be_of_no_use():
+    """Nothing of what may go is there at one moment; then more has to go at another."""
+    scheduler = _Scheduler(a_task([100] * 16, 1000))
+    assert scheduler.drop(500, range(16))
+    assert not scheduler.drop(100, ())
+    assert scheduler.drop(200, range(16))
+    gone = [v for v, action in enumerate(scheduler.actions) if action is RECOMPUTE]
+    assert len(gone) == 7 and all(v + 1 not in gone for v in gone)
 
 
 def test_chains_grow_where_short_ones_do_not_suffice():
