@@ -10,7 +10,7 @@ Not covered: that a better plan may exist; within the planners' model theirs is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from delta.budget import Budget
 from delta.config import Policy
@@ -56,7 +56,7 @@ def floors(trace: Trace, policy: Policy, budgets: Sequence[Bytes | Share], link:
     link nothing is swapped. TraceError where no op takes time."""
     plain_ns = base_ns(trace)
     allowed = tuple(action for action in policy.director.actions if link is not None or action is not Action.SWAP)
-    link = link or NO_LINK
+    link = NO_LINK if link is None else replace(link, copy_ns=0)  # that is what a runtime itself takes for a copy
     graph = _graph(trace, policy, link)
     limits = [budget_bytes(trace, budget) for budget in budgets]
     tasks = [Task(graph, limit_bytes, link, allowed, {}, False, policy.planner) for limit_bytes in limits]

@@ -144,6 +144,8 @@ def simulate(
     limit = Budget(activations=Bytes(nbytes - trace.constant_bytes) if everything else budget)
     layout = _layout(policy, machine, everything)
     engine = Engine(_fitting(policy, link), limit, link or NO_LINK, announced=everything, layout=layout)
+    # What a replay takes beside its op, as the player has it.
+    engine.learner.revising.replay_ns = trace.bookkeeping.op_ns + trace.bookkeeping.need_ns
     watched = Stopwatch(engine, clock)
     player = Player(trace, cast(Engine, watched), machine)
     steps, status, why = _play(player, first)
