@@ -186,19 +186,18 @@ class Costs:
         neighbours = [*op.inputs, *op.outputs] if of_makers else list(op.inputs)
         for user in () if of_makers else rec.users:
             neighbours += self._ledger.ops[user].outputs
-        self._chains.gone(rec.id, op.cost_ns, neighbours)
+        self._chains.gone(rec.id, own_ns(self._ledger, rec.id), neighbours)
 
     def back(self, rec: Record) -> None:
         """The record is available again."""
-        op = self._ledger.maker(rec)
-        if op is not None:
-            self._ledger.touched.update(self._chains.back(rec.id, op.cost_ns))
+        if self._ledger.maker(rec) is not None:
+            self._ledger.touched.update(self._chains.back(rec.id, own_ns(self._ledger, rec.id)))
 
 
 def own_ns(ledger: Ledger, record: int) -> int:
-    """Time of the op that made the record; 0 if none is known."""
+    """What a replay of the op that made the record takes; 0 if none is known."""
     op = ledger.maker(ledger[record])
-    return op.cost_ns if op is not None else 0
+    return op.cost_ns + ledger.replay_ns if op is not None else 0
 
 
 class LinkQueue:

@@ -285,6 +285,10 @@ class Engine:
         if self.learner.in_step:
             self.learner.leave_routine()
 
+    def replays_take(self, replay_ns: int) -> None:
+        """What an op that is replayed takes beside its own time, on this device."""
+        self.ledger.replay_ns = self.learner.revising.replay_ns = replay_ns
+
     def op_timed(self, op: int, cost_ns: int) -> None:
         """How long an op took, where the device tells it only later."""
         self.ledger.time_op(op, cost_ns)

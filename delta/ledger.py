@@ -42,6 +42,7 @@ class Ledger(Lineage):
         self.left_on_host: list[int] = []  # records whose host copies have been given up, until somebody frees them
         self.moved: set[int] = set()  # what others cost may have changed by these since somebody last cleared this
         self.touched: set[int] = set()  # these may go or stay now, or have been used, since somebody last cleared this
+        self.replay_ns = 0  # what each op that is replayed takes beside its own time
         self.resident_bytes = 0
         self.unevicted_bytes = 0
         self.leaving_bytes = 0

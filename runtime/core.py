@@ -96,7 +96,7 @@ class Core(Entrance):
         self.moments = Moments(clock) if clock.late and plans else None
         if self.moments is not None:
             engine.learner.revising.device_times = self.moments.so_far
-        engine.learner.revising.replay_ns = device.replay_ns
+        engine.replays_take(device.replay_ns)
         self.slots: dict[int, Slot] = {}
         self.storages = Storages(self)
         self.carrier = Carrier(self)

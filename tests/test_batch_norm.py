@@ -241,7 +241,7 @@ def test_a_trace_tells_both_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = tmp_path / "step.jsonl"
     with delta.evict(trace=file):
         numbers()
-    assert file.read_text().startswith('{"delta_trace":4,')
+    assert file.read_text().startswith('{"delta_trace":5,')
     trace = read(file)
     norms = [event for event in trace.events if isinstance(event, Op) and event.name == "aten.native_batch_norm"]
     assert len(norms) == 4

@@ -185,10 +185,11 @@ def find(ledger: Ledger, costs: Costs, record: int) -> None:
     costs.back(ledger[record])
 
 
-def a_broken_chain() -> tuple[Ledger, Costs]:
+def a_broken_chain(replay_ns: int = 0) -> tuple[Ledger, Costs]:
     """0 - 1 - 2 - 3 - 4 - 5, made in 1, 2, 4, 8, 16 ns from the source 0. 1, 2 and 4 are gone; 3 may go next."""
     ops = [an_op(100 + i, [i], [i + 1], cost_ns=2**i) for i in range(5)]
     ledger = a_ledger([1] * 6, ops, {0: Kind.SOURCE})
+    ledger.replay_ns = replay_ns
     costs = Costs(ledger)
     for record in (0, 3, 5):
         ledger.hold(record)
@@ -209,6 +210,20 @@ def a_broken_chain() -> tuple[Ledger, Costs]:
 def test_the_cost_of_an_eviction_by_hand(kind, cost_ns):
     _, costs = a_broken_chain()
     assert costs.of(kind, 3) == cost_ns
+
+
+@pytest.mark.parametrize(
+    ("kind", "replays"), [(Cost.OWN, 1), (Cost.ANCESTORS, 3), (Cost.NEIGHBOURHOOD, 4), (Cost.CLASSES, 4)]
+)
+def test_each_op_of_a_chain_takes_something_beside_its_own_time(kind, replays):
+    ledger, costs = a_broken_chain()
+    free_ns = costs.of(kind, 3)
+    ledger, costs = a_broken_chain(replay_ns=100)
+    assert costs.of(kind, 3) == free_ns + 100 * replays
+    find(ledger, costs, 4)
+    find(ledger, costs, 2)
+    find(ledger, costs, 1)
+    assert costs.of(kind, 3) == 4 + 100, "all of them have taken theirs out again"
 
 
 def test_classes_remember_what_the_neighbourhood_forgets():

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+import delta
 from delta.config import HostConfig
 from delta.errors import HostFullError, PolicyError, SwapError
 from delta.runtime.device import make_device
@@ -319,6 +320,22 @@ def test_a_peak_over_the_budget_counts_whatever_the_heap_keeps(device: CpuDevice
     assert now - before < 12 * MIB
     assert peak - before > 36 * MIB
     del standing, between, raised
+
+
+def test_what_python_takes_for_a_copy_and_a_replay_is_part_of_their_prices() -> None:
+    """In the online choice, in the link that planners are given, and in the graphs of recorded steps."""
+    net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
+    policy = delta.load_policy("delta", {"filter.min_bytes": 0})
+    with delta.evict(activations="40%", policy=policy, device="cpu") as run:
+        for _ in range(3):
+            net(torch.ones(128, 64)).sum().backward()
+        assert run._core is not None
+        engine = run._core.engine
+        assert engine.queue.link.copy_ns == CpuDevice.copy_ns > 0
+        assert engine.ledger.replay_ns == CpuDevice.replay_ns > 0
+        (profile,) = engine.learner.profiles
+        assert len(profile.graph.ops) >= 8
+        assert all(op.cost_ns >= CpuDevice.replay_ns for op in profile.graph.ops)
 
 
 def test_tickets_of_another_device_are_refused(device: CpuDevice) -> None:

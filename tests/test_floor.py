@@ -1,5 +1,7 @@
 """The floor of a budget: nothing where all fits, else the cheapest replays, never more than a simulated run adds."""
 
+from dataclasses import replace
+
 import pytest
 
 from delta.config import Policy
@@ -48,6 +50,12 @@ def test_what_a_link_hides_costs_nothing(policy: Policy) -> None:
     (fast,) = floors(a_step((1000, 2000, 3000)), policy, [Bytes(200)], Link(10.0e9, 10.0e9))
     (slow,) = floors(a_step((1000, 2000, 3000)), policy, [Bytes(200)], Link(1e3, 1e3))
     assert fast.extra_ns == 0 < slow.extra_ns == 1000
+
+
+def test_what_a_runtime_takes_for_a_copy_is_no_part_of_it(policy: Policy) -> None:
+    link = Link(10.0e9, 10.0e9)
+    steps = a_step((1000, 2000, 3000))
+    assert floors(steps, policy, [Bytes(200)], replace(link, copy_ns=700)) == floors(steps, policy, [Bytes(200)], link)
 
 
 def test_what_no_plan_fits_is_said() -> None:

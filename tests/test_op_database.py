@@ -241,6 +241,9 @@ def test_two_plain_runs_differ():
     assert found == [name for entry in opdb.UNREPEATABLE if entry.here for name in entry.ops]
 
 
+TRIES = 8  # with one, one process in four did not get the memory that it had filled
+
+
 def that_differ() -> list[str]:
     """Of the ops that are said not to give the same bits twice, those that do not."""
     torch.set_num_threads(1)
@@ -249,7 +252,7 @@ def that_differ() -> list[str]:
         for name in entry.ops:
             op = opdb.ops()[name]
             covered = [sample for sample in opdb.samples_of(op, torch.float32) if entry.covers(op, sample)]
-            if any(_differs(op, sample) for sample in covered):
+            if any(_differs(op, sample) for _ in range(TRIES) for sample in covered):
                 found.append(name)
     return found
 

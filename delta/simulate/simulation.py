@@ -145,7 +145,7 @@ def simulate(
     layout = _layout(policy, machine, everything)
     engine = Engine(_fitting(policy, link), limit, link or NO_LINK, announced=everything, layout=layout)
     # What a replay takes beside its op, as the player has it.
-    engine.learner.revising.replay_ns = trace.bookkeeping.op_ns + trace.bookkeeping.need_ns
+    engine.replays_take(trace.bookkeeping.op_ns + trace.bookkeeping.need_ns)
     watched = Stopwatch(engine, clock)
     player = Player(trace, cast(Engine, watched), machine)
     steps, status, why = _play(player, first)

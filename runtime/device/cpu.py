@@ -34,8 +34,8 @@ _PROBE_BYTES = 4 * 2**20
 _PROBE_ROUNDS = 4
 _MIN_STRAIGHT_BYTES = 2**20  # its room is a block more; what is smaller takes mostly the time to ask for it
 _PROBE_NS = 60_000_000  # per direction; a round that is under way is finished
-# Python is slow between large ops, which have swept the caches. For each copy more, or op more that was replayed, steps of
-# a ResNet-50 and a vision transformer took 0.3 to 0.5 ms longer beside what bytes and ops themselves took.
+# Python is slow between large ops, which have swept the caches. For each copy more, or op more that was replayed,
+# steps of a ResNet-50 and a vision transformer took 0.3 to 0.5 ms longer beside what bytes and ops themselves took.
 _COPY_NS = _REPLAY_NS = 400_000
 _interference: dict[tuple[int, int], float] = {}  # by file system and threads: measured once in a process
 _MIN_DROP_BYTES = 256 * 1024  # smaller storages are reused by the allocator sooner than their pages are missed
