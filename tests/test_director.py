@@ -52,6 +52,13 @@ def test_delta_paper_counts_the_whole_way_out_and_back(chain_ns, action, cost_ns
     assert found == Choice(action, cost_ns)
 
 
+def test_the_whole_way_has_what_is_taken_for_each_copy_whatever_its_size():
+    director = Director(ALL, hidden_swap=False)
+    queue = LinkQueue(Link(PCIE.out_bytes_per_s, PCIE.in_bytes_per_s, copy_ns=300))
+    assert choose(director, queue, chain_ns=9_000_000) == Choice(Action.SWAP, 2_000_600)
+    assert choose(director, queue, chain_ns=2_000_599).action is Action.RECOMPUTE
+
+
 def test_the_published_unit_slip_would_turn_the_decision_round():
     """DELTA's code: 2 m / B / c > 1 means recompute, with B in bytes per MICROsecond and c in NANOseconds.
 

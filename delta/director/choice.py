@@ -3,7 +3,8 @@
 Cheapest is per byte that it frees: an encoded form stays on the device, the other two free all.
 
 With `hidden_swap` a swap costs what compute would wait for it (`LinkQueue.exposed_ns`); without, it costs its whole way
-out and back, as DELTA publishes it (ACM TACO 2024). A rule of the policy overrides the costs, never what is possible: a
+out and back, as DELTA publishes it (ACM TACO 2024). Either way with what a runtime takes for two copies, as a chain's
+cost has what it takes for each replay. A rule of the policy overrides the costs, never what is possible: a
 record without a recipe is not recomputed, whatever the YAML says.
 """
 
@@ -94,7 +95,8 @@ class Director:
             return queue.exposed_ns(
                 prospect.nbytes, prospect.now_ns, prospect.room_by_ns, prospect.next_use_ns, prospect.host_whole
             )
-        return queue.link.out_ns(prospect.nbytes) + queue.link.in_ns(prospect.nbytes)
+        link = queue.link
+        return link.out_ns(prospect.nbytes) + link.in_ns(prospect.nbytes) + int(2 * link.copy_ns)
 
     def ruled(self, op: str, module: str) -> Action | None:
         """The action a rule of the policy gives to what this op made, if one does."""
