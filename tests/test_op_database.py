@@ -241,7 +241,7 @@ def test_two_plain_runs_differ():
     assert found == [name for entry in opdb.UNREPEATABLE if entry.here for name in entry.ops]
 
 
-TRIES = 8  # with one, one process in four did not get the memory that it had filled
+TRIES = 8  # with one, two processes of five did not get the memory that they had filled
 
 
 def that_differ() -> list[str]:
