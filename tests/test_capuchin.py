@@ -122,6 +122,14 @@ def test_without_free_time_the_smaller_of_wait_and_recomputation_is_taken():
     assert grown.actions == (RECOMPUTE, RECOMPUTE, KEEP, KEEP, KEEP)
 
 
+def test_a_swap_costs_what_its_copies_take_from_compute_as_well():
+    """A copy takes 10,000 ns: 0 is gone at 10,100 and back at 20,100, for 400 and 1300. Its replay takes 30,000."""
+    slow, graph, limit_bytes = Link(1e7, 1e7), chain((30_000, 10**9, 10**9, 10**9)), 300
+    assert capuchin(a_task(graph, limit_bytes, link=slow)).actions == (SWAP, KEEP, KEEP, KEEP)
+    for dearer in (replace(slow, copy_ns=2_000), replace(slow, interference=0.2)):
+        assert capuchin(a_task(graph, limit_bytes, link=dearer)).actions == (RECOMPUTE, KEEP, KEEP, KEEP)
+
+
 def test_a_copy_out_that_is_waited_for_frees_its_room():
     """A copy takes 10,000 ns, of which none is hidden, and a replay a second: one of four makes room enough."""
     slow = Link(1e7, 1e7)

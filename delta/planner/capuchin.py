@@ -11,8 +11,9 @@ one; what is not accessed around it may go, from its last access before to its n
 A copy back starts at its in-trigger: the last access that leaves it time enough. `sooner` moves the trigger 5 % of the
 swap time ahead after a step in which the copy came late; the lane is exclusive, so one late copy delays others.
 
-Differences from the paper: swaps are booked on the lanes while they are chosen, and the limit decides how much is
-saved, not the bytes a passive first step evicted. Deterministic.
+Differences from the paper: swaps are booked on the lanes while they are chosen, the limit decides how much is saved,
+not the bytes a passive first step evicted, and in 2. a swap costs what its copies take from compute as well, as a
+replay costs what it takes beside its op. Deterministic.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class _Choice:
             ways.append((replay_ns, None))
         if self._may(gap, Action.SWAP):
             booking = self._offer(gap, worst)
-            ways.append((booking.exposed_ns, booking))
+            busy_ns = booking.out_took_ns + booking.in_took_ns
+            ways.append((booking.exposed_ns + int(self.task.link.taken_ns(busy_ns, 2)), booking))
         if not ways:
             return None
         cost_ns, how = min(ways, key=lambda way: way[0])
