@@ -546,6 +546,10 @@ class Engine:
         self.ledger.decode_failed(record, nbytes)
 
     # -- room -----------------------------------------------------------------------------------------------------
+    def room_for(self, nbytes: int, now_ns: int) -> list[Instruction]:
+        """What is handed out is copied first, and takes its `nbytes` twice until then."""
+        return self._room.make(nbytes, now_ns)
+
     def pressure(self, now_ns: int) -> list[Instruction]:
         """The limit may have changed (a device budget follows what else is in use)."""
         return self._room.make(0, now_ns)

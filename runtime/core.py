@@ -48,7 +48,6 @@ from delta.runtime.planning import PlanningAside
 from delta.runtime.recompute import Recipe
 from delta.runtime.rematerialise import Rematerialiser
 from delta.runtime.slots import Slot
-from delta.runtime.split import may_split
 from delta.runtime.storages import Storages
 from delta.runtime.stretches import Stretches
 from delta.runtime.swap import Swap
@@ -327,7 +326,7 @@ class Core(Entrance):
                     return over(packed.counter, packed.view.over(signs))
                 self.rematerialiser.bring_back(record)
             storage = self.ready(record)
-            if is_landing(storage) and self._may_be_resized(storage):
+            if is_landing(storage) and runs_the_program_s_code():
                 storage = self._resizable(record, storage)
             self.device.share(storage)
             return over(packed.counter, packed.view.over(storage))
@@ -337,14 +336,11 @@ class Core(Entrance):
             self.attached.given_out(record)
             self.go_on()
 
-    def _may_be_resized(self, storage: torch.UntypedStorage) -> bool:
-        """Whether whoever asks may do so: the program's own code, or a convolution's call that is to be split."""
-        return runs_the_program_s_code() or (self.engine.policy.splits(storage.nbytes()) and may_split())
-
     def _resizable(self, record: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """A copy in place of a storage that cannot be resized."""
+        """A copy in place of a storage that cannot be resized, which the program's own code may do."""
         slot = self.slots[record]
         assert slot.ref is not None
+        self.run(self.engine.room_for(storage.nbytes(), time.perf_counter_ns()))
         self.engine.ledger.note_peak(storage.nbytes())
         self.storages.untrack(slot.ref)
         slot.storage = storage.clone()

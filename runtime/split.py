@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta.runtime.asker import asks_alone
-from delta.runtime.rawmem import sole_owner
+from delta.runtime.rawmem import sole_owner, tensor_at
 
 if TYPE_CHECKING:
     from delta.runtime.handle import Handle
@@ -92,11 +92,21 @@ class _Split(TorchDispatchMode):
         core = handle.core
         handle.done()
         storage = value.untyped_storage()
-        if sys.getrefcount(storage) == _ONE_NAME and sole_owner(storage, tensors=1) and storage.resizable():
+        if sys.getrefcount(storage) == _ONE_NAME and sole_owner(storage, tensors=1):
             with core.lock:  # as in `Noted.pack`
                 core.device.release(storage, tensors=1)
-            storage.resize_(0)
+            _put_off(value, storage)
             core.storages.emptied(storage)
+
+
+def _put_off(value: Tensor, storage: torch.UntypedStorage) -> None:
+    """Leave the tensor, which the node in C++ has, without bytes: its storage is emptied, or, where that cannot be
+    resized (`delta.runtime.landing`), the tensor is put on another one, so that it goes with its last name."""
+    if storage.resizable():
+        storage.resize_(0)
+        return
+    nowhere = tensor_at(0, storage.nbytes()).untyped_storage()
+    value.data = torch.empty(0, dtype=value.dtype).set_(nowhere, value.storage_offset(), value.size(), value.stride())
 
 
 def reads_no_input(args: Sequence[Any]) -> bool:

@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 from covering import in_pairs
-from exactly import exact, numbers_of, trained
+from exactly import STEPS, exact, numbers_of, trained
 from inside import different
 from torch import Tensor, nn
 
 import delta
 from delta.config import HostConfig
+from delta.engine import Engine
 from delta.runtime import landing as module
+from delta.runtime import split
+from delta.runtime.core import Core
 from delta.runtime.device import cpu
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.landing import is_landing, landing
@@ -28,6 +31,8 @@ from delta.runtime.rawmem import as_bytes, sole_owner
 from delta.runtime.spill import SpillFile
 from delta.runtime.storages import Storages
 from delta.runtime.view import is_shared
+from delta.totals import StepSummary
+from delta.types import Mode
 
 MIB = 2**20
 Act = Callable[[Tensor], object]
@@ -213,22 +218,71 @@ def test_the_program_may_resize_what_it_has_saved(straight: list[bool]) -> None:
     assert any(straight)
 
 
-def convolved() -> list[Tensor]:
-    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GELU()) for _ in range(4)))
-    return trained(model, lambda: model(torch.randn(3, 6, 16, 16)).pow(2).mean())
+def convolved(dtype: torch.dtype) -> list[Tensor]:
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GELU()) for _ in range(4))).to(dtype)
+    return trained(model, lambda: model(torch.randn(3, 6, 16, 16, dtype=dtype)).pow(2).mean())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_input_of_a_convolution_goes_between_its_two_calls(
-    straight: list[bool], monkeypatch: pytest.MonkeyPatch
+    straight: list[bool], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
+    program = partial(convolved, dtype)
     emptied: list[int] = []
     tell = Storages.emptied
     monkeypatch.setattr(Storages, "emptied", lambda of, storage: (emptied.append(storage.nbytes()), tell(of, storage)))
+    copies: list[torch.UntypedStorage] = []
+    copy = Core._resizable
+    monkeypatch.setattr(
+        Core, "_resizable", lambda of, rec, storage: (copies.append(storage), copy(of, rec, storage))[1]
+    )
     chosen = delta.load_policy("swap", {"filter.min_bytes": 1024, "backward.split_convolutions": True})
     with delta.evict(activations="0%", policy=chosen, device="cpu"):
-        ours = numbers_of(convolved)
-    assert different(numbers_of(convolved), ours) == []
-    assert emptied and any(straight)
+        ours = numbers_of(program)
+    assert different(numbers_of(program), ours) == []
+    assert emptied and any(straight) and not copies
+
+
+def test_what_a_convolution_has_read_is_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its two calls the node in C++ has the tensor still, with the look it had, and nothing behind it."""
+    monkeypatch.setattr(module, "_cut", {})
+    storage = cut(4 * 6 * 8 * 8)
+    value = torch.empty(0).set_(storage, 0, (1, 6, 8, 8), (384, 1, 48, 6)).fill_(1)
+    alias, version = value.detach(), value._version
+    split._put_off(value, storage)
+    assert (value.size(), value.stride(), value.dtype) == (alias.size(), alias.stride(), torch.float32)
+    assert (value._version, value.untyped_storage().nbytes()) == (version, storage.nbytes())
+    assert value.untyped_storage()._cdata != storage._cdata
+    del alias
+    assert module._cut
+    del storage
+    assert not module._cut
+
+
+def test_a_copy_for_the_program_finds_room(straight: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed to its own code is copied first, and both are there for a moment: room is made for it."""
+    peaks: list[int] = []
+    step, limit_bytes = Engine._finish_step, 80_000
+
+    def finished(of: Engine, mode: Mode, peak_bytes: int, unevicted_peak_bytes: int) -> StepSummary:
+        peaks.append(peak_bytes)
+        return step(of, mode, peak_bytes, unevicted_peak_bytes)
+
+    monkeypatch.setattr(Engine, "_finish_step", finished)
+    model = nn.ModuleList(nn.Linear(48, 48) for _ in range(8))
+
+    def loss_of() -> Tensor:
+        x = torch.randn(64, 48)
+        for index, layer in enumerate(model):
+            x = torch.tanh(layer(x))
+            if index % 3 == 2:
+                x = Cubed.apply(torch.cat([x, x, x], dim=1), nothing)[:, :48]
+        return x.pow(2).mean()
+
+    with delta.evict(activations=limit_bytes, policy=delta.load_policy("swap", {"filter.min_bytes": 0}), device="cpu"):
+        trained(model, loss_of)
+    assert any(straight) and len(peaks) == STEPS
+    assert max(peaks) <= limit_bytes
 
 
 class Landed(torch.autograd.Function):
@@ -245,7 +299,7 @@ class Landed(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("share", ["40%", "70%"])
-def test_a_convolution_is_not_split_over_what_cannot_be_resized(share: str) -> None:
+def test_a_convolution_may_be_split_over_what_was_cut_for_others(share: str) -> None:
     """What a backward has saved once more may be kept as it is."""
     convolutions = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(4))
 
