@@ -41,6 +41,7 @@ class Expected:
         self._recall, self._step_ends, self._headroom = recall, step_ends, headroom
         self._least_bytes, self._net_ns = least_bytes, net_ns
         self._alone: list[tuple[int, int]] = []  # heap of what is left alone: needs until it has gone, and its bytes
+        self._hears_all = False  # in this step, from here on
 
     def keep(
         self,
@@ -169,12 +170,17 @@ class Expected:
             self._headroom.saved()
 
     # -- what is left to autograd -------------------------------------------------------------------------------------
+    def hear_all(self) -> None:
+        """Somebody hears of saves where the routine has nobody do so, and of what is saved there in later ones, too: in
+        the rest of this step nothing new is left alone."""
+        self._hears_all = True
+
     def may_leave_alone(self, calls: int) -> bool:
         """Whether nobody need hear of saves after so many calls, which is where the routine has it so. Not in the first
         step that follows it, nor where what is saved meanwhile, and next, may find no room."""
         learner = self._learner
         routine, alone = learner.routine, learner.routine.alone if learner.routine is not None else None
-        if routine is None or alone is None or not routine.followed or self._headroom is not None:
+        if routine is None or alone is None or not routine.followed or self._hears_all or self._headroom is not None:
             return False
         return learner.packs == alone.saves_before(calls) > 0 and self._room.has(alone.rises[calls])
 
@@ -209,6 +215,7 @@ class Expected:
     def alone_until(self, order: int | None, now_ns: int) -> None:
         """Before a need of that save order, or at the end of the step (None): what was left alone has been asked for,
         and has gone, up to here."""
+        self._hears_all &= order is not None
         if not self._alone:
             return
         if order is not None:

@@ -22,26 +22,16 @@ from torch import Tensor
 
 from delta.errors import DeltaError, StorageModifiedError
 from delta.runtime.handle import LET_GO, Handle
-from delta.runtime.kept import KeptTensor, signature_of, structure_of
+from delta.runtime.kept import KeptTensor, Passed, signature_of, structure_of
 from delta.runtime.note import NotedTensor
 from delta.runtime.split import may_split, split
-from delta.runtime.versions import counter_of, over, without_graph
+from delta.runtime.versions import counter_of, over
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
 from delta.types import Look
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
-
-
-class Passed:
-    """A saved tensor that is none of Delta's business."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = without_graph(tensor)
-        self.version = -1 if tensor.is_inference() else tensor._version
 
 
 class Hooks:

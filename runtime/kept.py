@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from delta.runtime.core import Core
 
 
+class Passed:
+    """A saved tensor that is none of Delta's business."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = without_graph(tensor)
+        self.version = -1 if tensor.is_inference() else tensor._version
+
+
 class KeptTensor:
     """A saved tensor that stays itself, until `taken` says that the core looks after it."""
 
@@ -64,7 +74,7 @@ class KeptTensors:
         self._step_ends = core.engine.step_ends
         self._tensors: list[weakref.ref[KeptTensor]] = []
 
-    def pack(self, tensor: Tensor, nbytes: int, signature: int) -> KeptTensor | NotedTensor | Handle | None:
+    def pack(self, tensor: Tensor, nbytes: int, signature: int) -> KeptTensor | NotedTensor | Passed | Handle | None:
         """What autograd gets in place of a tensor that the plan keeps, or drops at once; None if more has to be done
         than that. `nbytes`: of its storage."""
         core, learner = self._core, self._learner
@@ -78,6 +88,9 @@ class KeptTensors:
             routine = learner.routine
             if order < 0 or routine is None:
                 return None
+            if order in learner.alone:  # the hooks have stayed on here; its bytes are counted, and until when
+                learner.came(signature, order)
+                return Passed(tensor)
             core.device.computes()
             key = storage._cdata
             record, drops, gauge = core.storages.by_key.get(key), order in routine.dropped, core.gauge

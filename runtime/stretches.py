@@ -52,11 +52,14 @@ class Stretches:
 
     def turn(self, off: bool, calls: int) -> None:
         """After so many calls of its step the routine has the hooks off, or on again."""
-        if off:
-            if not self.off and self._may(calls):
+        if not off:
+            if self.off:
+                self._back(calls)
+        elif not self.off:
+            if self._may(calls):
                 self._take_off()
-        elif self.off:
-            self._back(calls)
+            else:
+                self._core.engine.expected.hear_all()
 
     def end(self) -> None:
         """Forward is over, or may be: hooks are on from here on."""

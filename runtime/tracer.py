@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from delta.errors import TraceError
 from delta.files import bare_name, check_place
 from delta.runtime import cudnn
-from delta.runtime.hooks import Hooks, Passed
+from delta.runtime.hooks import Hooks
+from delta.runtime.kept import Passed
 from delta.runtime.opfacts import OpFacts, facts_of
 from delta.runtime.own_time import OwnTime
 from delta.runtime.recompute import results_of, strip

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import delta
-from delta.runtime.hooks import Hooks, Passed
+from delta.runtime.hooks import Hooks
+from delta.runtime.kept import Passed
 
 STEPS = 4
 WIDTH = 16

@@ -21,7 +21,8 @@ from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.device.worker import Worker
 from delta.runtime.handle import Handle
-from delta.runtime.hooks import Hooks, Passed
+from delta.runtime.hooks import Hooks
+from delta.runtime.kept import Passed
 from delta.runtime.view import View
 from delta.runtime.watch import Watched
 

@@ -4,9 +4,10 @@ step goes otherwise. Units: bytes."""
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -26,9 +27,11 @@ from torch.utils.checkpoint import checkpoint
 import delta
 from delta.alone import Alone, left_alone
 from delta.expected import Expected
+from delta.learner import Learner
 from delta.planner import PLANNERS, Plan, Task
 from delta.planner.assemble import plan_of as assembled
 from delta.planner.steplog import StepGraph, StepLog, build_graph
+from delta.revising import Outcome
 from delta.routine import Routine, Way, routine_of
 from delta.runtime import session
 from delta.runtime.core import Core
@@ -204,6 +207,100 @@ def test_a_known_step_is_heard_of_in_part(policy: str, packed: list[int], monkey
         least = left_alone if policy != "recompute" else 1  # by its plan not each stretch has the room
         assert 0 < least <= len(packed) - heard
     assert_same(gradients(net), expected)
+
+
+class Turned(nn.Module):
+    """Tables that every layer reads, as rotary embeddings do: they are saved once more in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tables = [torch.linspace(0.5, 1, 24 + at)[at:] for at in range(4)]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            for table in tables:
+                x = x * table
+        return x
+
+
+@dataclass
+class Went:
+    """A step that followed its routine: by saved tensor and by need the storage's save order, and the most there was
+    of all that is saved."""
+
+    orders: list[int]
+    needs: list[int]
+    unevicted_peak_bytes: int
+    left_alone: int
+
+
+@pytest.fixture
+def went(monkeypatch: pytest.MonkeyPatch) -> list[Went]:
+    steps, end = list[Went](), Learner.end
+
+    def ended(learner: Learner, now_ns: int, outcome: Outcome) -> None:
+        log = learner.log
+        if learner.routine is not None:
+            needs = [order for order, _ in log.needs]
+            steps.append(Went(list(log.orders), needs, outcome.unevicted_peak_bytes, len(learner.alone)))
+        end(learner, now_ns, outcome)
+
+    monkeypatch.setattr(Learner, "end", ended)
+    return steps
+
+
+@pytest.mark.parametrize("policy", ["swap", "delta", "recompute"])
+def test_where_a_stretch_finds_no_room_the_step_is_the_same(
+    policy: str, went: list[Went], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was left alone before is known where it is saved again and heard of; what is heard of is in later saves."""
+    may, denied, asked = Expected.may_leave_alone, set[int](), list[int]()
+
+    def may_leave_alone(expected: Expected, calls: int) -> bool:
+        asked.append(calls)
+        return len(asked) not in denied and may(expected, calls)
+
+    def step(net: nn.Module) -> list[Tensor]:
+        asked.clear()
+        net.zero_grad()
+        torch.manual_seed(3)
+        net(torch.randn(16, 24)).square().sum().backward()
+        return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+    torch.manual_seed(1)
+    net = Turned()
+    expected = step(net)
+    monkeypatch.setattr(Expected, "may_leave_alone", may_leave_alone)
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 0})
+    with delta.evict(activations="70%", policy=chosen) as run:
+        core = run._core
+        assert core is not None
+        for _ in range(STEADY):
+            step(net)
+            core.planning.wait()
+        routine = core.engine.routine
+        assert routine is not None and routine.alone is not None
+        left_alone = went[-1].left_alone
+        saved = Counter(routine.orders)
+        assert left_alone > 3 and any(saved[order] == len(net.layers) for order in routine.alone.nbytes)
+        for first in range(1, len(asked) + 1):
+            denied = {first}
+            went.clear()
+            assert_same(step(net), expected)
+            ended(core)
+            assert core.engine.routine is routine
+            (found,) = went
+            pairs = zip(found.orders, routine.orders, strict=True)
+            assert all(here == order for here, order in pairs if order >= 0)  # of what comes and goes it has none
+            assert found.left_alone < len(routine.alone.nbytes)
+            if first == 1:
+                usual = found
+            assert (found.needs, found.unevicted_peak_bytes) == (usual.needs, usual.unevicted_peak_bytes)
+        denied = set()
+        step(net)
+        assert went[-1].left_alone == left_alone, "the next step is as it was"
 
 
 @pytest.mark.parametrize("policy", ["recompute", "swap"])
