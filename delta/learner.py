@@ -473,7 +473,7 @@ class Learner(Underway):
 
     def follow(self, profile: Profile, plan: Plan) -> None:
         """Steps of this kind go by another plan from here on: what it replays has to be recorded."""
-        profile.plan, profile.routine, profile.cramped, profile.strays = plan, None, 0, {}
+        profile.plan, profile.routine, profile.cramped, profile.strays, profile.over_bytes = plan, None, 0, {}, None
         if self._following is profile:
             self.leave_routine()
 

@@ -156,13 +156,16 @@ class Planning:
         return self.learner.planned_as(each.task.graph, each.aim_bytes)
 
     def search_ended(self, task: Task, plan: Plan | None) -> None:
-        """The search for an open task is over. A plan it found is followed from the next step on.
+        """The search for an open task is over. A plan it found is followed from the next step on, unless it would be
+        over the limit by more than the last step was: what goes beside a plan that is over may have brought it there.
 
         To be told between two steps. An answer to what is not asked any more is left."""
         ended = [each for each in self._open if each.task is task]
         self._open = [each for each in self._open if each.task is not task]
         profile = self._profile_for(ended[0]) if ended else None
-        if profile is not None and plan is not None:
+        if profile is None or plan is None:
+            return
+        if profile.over_bytes is None or plan.peak_bytes - task.limit_bytes <= max(0, profile.over_bytes):
             self.learner.follow(profile, plan)
 
 

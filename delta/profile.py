@@ -56,6 +56,7 @@ class Profile:
     beside: Beside = field(default_factory=Beside)  # counted activations, under a budget on the device
     planned_beside: tuple[int, ...] = ()  # the most of it by save and need, at the last planning
     cramped: int = 0  # steps by this plan in which replays that nobody decides about found no room
+    over_bytes: int | None = None  # by which the last step by this plan was over its limit, if there was one
     _bare: Bare | None = None
 
     def went(self, graph: StepGraph, course: StepLog) -> None:

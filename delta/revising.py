@@ -100,6 +100,9 @@ class Revising:
         """A step like one before."""
         known = profile.plan
         self._review(profile, ended)
+        limit_bytes = ended.outcome.limit_bytes
+        if profile.plan is known and limit_bytes is not None:
+            profile.over_bytes = ended.outcome.peak_bytes - limit_bytes
         settled = profile.plan is known and self._settled(profile, ended)
         unsure = ended.outcome.over and profile.can_tighten
         profile.routine = self._routine(profile, ended) if settled and not unsure else None
@@ -169,7 +172,7 @@ class Revising:
             profile.plan = self.plan_on(profile.graph, profile.aim_bytes, profile.forced, profile.fixed)
         else:
             profile.plan = self.make_plan(profile.graph, profile.aim_bytes, profile.forced)
-        profile.cramped = 0
+        profile.cramped, profile.over_bytes = 0, None
 
     def _review(self, profile: Profile, ended: Ended) -> None:
         """Better op times, and a tighter plan if the peak was over the limit."""
