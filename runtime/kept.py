@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Passed:
-    """A saved tensor that is none of Delta's business."""
+    """A saved tensor that is none of Delta's business, or on a storage that autograd has alone by an earlier save."""
 
     __slots__ = ("tensor", "version")
 
