@@ -546,13 +546,10 @@ class Engine:
         self.ledger.decode_failed(record, nbytes)
 
     # -- room -----------------------------------------------------------------------------------------------------
-    def room_for(self, nbytes: int, now_ns: int) -> list[Instruction]:
-        """What is handed out is copied first, and takes its `nbytes` twice until then."""
-        return self._room.make(nbytes, now_ns)
-
-    def pressure(self, now_ns: int) -> list[Instruction]:
-        """The limit may have changed (a device budget follows what else is in use)."""
-        return self._room.make(0, now_ns)
+    def pressure(self, now_ns: int, coming_bytes: int = 0) -> list[Instruction]:
+        """The limit may have changed (a device budget follows what else is in use), or so much more is to come at once.
+        """
+        return self._room.make(coming_bytes, now_ns)
 
     def next_save(self, order: int, now_ns: int) -> list[Instruction]:
         """A storage was saved that goes by itself: have room for the next one."""

@@ -175,6 +175,14 @@ class Expected:
         the rest of this step nothing new is left alone."""
         self._hears_all = True
 
+    def again_alone(self, order: int, signature: int) -> bool:
+        """One more tensor is saved, and heard of, on a storage that was left alone in this step: its bytes are counted,
+        and until when. False if it was not."""
+        if order not in self._learner.alone:
+            return False
+        self._learner.came(signature, order)
+        return True
+
     def may_leave_alone(self, calls: int) -> bool:
         """Whether nobody need hear of saves after so many calls, which is where the routine has it so. Not in the first
         step that follows it, nor where what is saved meanwhile, and next, may find no room."""
@@ -215,7 +223,8 @@ class Expected:
     def alone_until(self, order: int | None, now_ns: int) -> None:
         """Before a need of that save order, or at the end of the step (None): what was left alone has been asked for,
         and has gone, up to here."""
-        self._hears_all &= order is not None
+        if order is None:
+            self._hears_all = False
         if not self._alone:
             return
         if order is not None:

@@ -340,7 +340,7 @@ class Core(Entrance):
         """A copy in place of a storage that cannot be resized, which the program's own code may do."""
         slot = self.slots[record]
         assert slot.ref is not None
-        self.run(self.engine.room_for(storage.nbytes(), time.perf_counter_ns()))
+        self.run(self.engine.pressure(time.perf_counter_ns(), storage.nbytes()))  # both are there for a moment
         self.engine.ledger.note_peak(storage.nbytes())
         self.storages.untrack(slot.ref)
         slot.storage = storage.clone()

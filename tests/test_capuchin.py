@@ -126,7 +126,7 @@ def test_a_swap_costs_what_its_copies_take_from_compute_as_well():
     """A copy takes 10,000 ns: 0 is gone at 10,100 and back at 20,100, for 400 and 1300. Its replay takes 30,000."""
     slow, graph, limit_bytes = Link(1e7, 1e7), chain((30_000, 10**9, 10**9, 10**9)), 300
     assert capuchin(a_task(graph, limit_bytes, link=slow)).actions == (SWAP, KEEP, KEEP, KEEP)
-    for dearer in (replace(slow, copy_ns=2_000), replace(slow, interference=0.2)):
+    for dearer in (replace(slow, copy_ns=1_000), replace(slow, interference=0.1)):
         assert capuchin(a_task(graph, limit_bytes, link=dearer)).actions == (RECOMPUTE, KEEP, KEEP, KEEP)
 
 
