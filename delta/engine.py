@@ -547,8 +547,7 @@ class Engine:
 
     # -- room -----------------------------------------------------------------------------------------------------
     def pressure(self, now_ns: int, coming_bytes: int = 0) -> list[Instruction]:
-        """The limit may have changed (a device budget follows what else is in use), or so much more is to come at once.
-        """
+        """The limit may have changed (a device budget follows what else is in use), or so much more is to come."""
         return self._room.make(coming_bytes, now_ns)
 
     def next_save(self, order: int, now_ns: int) -> list[Instruction]:

@@ -128,6 +128,14 @@ def straight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
     return cut_so_far
 
 
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the inputs of convolutions have that went between two calls: nothing any more, but for what was cut."""
+    found, tell = list[int](), Storages.emptied
+    monkeypatch.setattr(Storages, "emptied", lambda of, storage: (found.append(storage.nbytes()), tell(of, storage)))
+    return found
+
+
 @pytest.mark.parametrize("nbytes", [1000, MIB, 5 * MIB + 24])
 def test_what_is_read_lands_where_it_is_to_be(
     straight: list[bool], spill_copies: list[int], spill_dir: Path, nbytes: int
@@ -225,12 +233,9 @@ def convolved(dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_input_of_a_convolution_goes_between_its_two_calls(
-    straight: list[bool], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    straight: list[bool], emptied: list[int], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     program = partial(convolved, dtype)
-    emptied: list[int] = []
-    tell = Storages.emptied
-    monkeypatch.setattr(Storages, "emptied", lambda of, storage: (emptied.append(storage.nbytes()), tell(of, storage)))
     copies: list[torch.UntypedStorage] = []
     copy = Core._resizable
     monkeypatch.setattr(
@@ -240,7 +245,7 @@ def test_the_input_of_a_convolution_goes_between_its_two_calls(
     with delta.evict(activations="0%", policy=chosen, device="cpu"):
         ours = numbers_of(program)
     assert different(numbers_of(program), ours) == []
-    assert any(emptied) and any(straight) and not copies  # of what was cut the bytes are told still
+    assert any(emptied) and any(straight) and not copies
 
 
 def test_what_a_convolution_has_read_is_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +304,7 @@ class Landed(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("share", ["40%", "70%"])
-def test_a_convolution_may_be_split_over_what_was_cut_for_others(share: str) -> None:
+def test_a_convolution_is_split_over_what_was_cut_for_others_too(share: str, emptied: list[int]) -> None:
     """What a backward has saved once more may be kept as it is."""
     convolutions = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(4))
 
@@ -322,6 +327,7 @@ def test_a_convolution_may_be_split_over_what_was_cut_for_others(share: str) -> 
     with delta.evict(activations=share, policy=chosen, device="cpu"):
         ours = steps()
     assert different(plain, ours) == []
+    assert any(emptied)
 
 
 @pytest.mark.parametrize("policy", ["swap", "delta"])
