@@ -18,7 +18,7 @@ from delta.learner import Learner
 from delta.parts import SHIPPED_PLANNERS
 from delta.planner import BESIDE, BY_POSITION, FEEDBACK, PLANNERS, Plan, StepGraph, Task
 from delta.planner.assemble import best, plan_of
-from delta.planner.choices import obeyed_rules
+from delta.planner.choices import obeyed_rules, without_wide_replays
 from delta.profile import Profile
 from delta.revising import AIM, Revising
 from delta.sizes import Sizes
@@ -28,9 +28,10 @@ OPEN = 4  # tasks at most, those planned last
 
 
 class _Open(NamedTuple):
-    """A task worth a longer search, and the bytes that its plan was to take."""
+    """A task worth a longer search, the graph it was asked for, and the bytes that its plan was to take."""
 
     task: Task
+    graph: StepGraph
     aim_bytes: int
 
 
@@ -65,8 +66,8 @@ class Planning:
         task = self._task(graph, self._for_graph(graph, limit_bytes), forced)
         plan = self._ask(task)
         if plan is not None and self._kind in BESIDE and not self._announced and not plan.idle:
-            others = [other for other in self._open if other.task.graph is not graph]
-            self._open = [*others, _Open(task, limit_bytes)][-OPEN:]
+            others = [other for other in self._open if other.graph is not graph]
+            self._open = [*others, _Open(task, graph, limit_bytes)][-OPEN:]
         return plan
 
     def plan_once(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Plan | None:
@@ -103,11 +104,12 @@ class Planning:
         return limit_bytes
 
     def _task(self, graph: StepGraph, limit_bytes: int, forced: Mapping[int, Action]) -> Task:
+        actions = self._policy.director.actions
         task = Task(
-            graph,
+            without_wide_replays(graph, limit_bytes) if Action.SWAP in actions and not self._announced else graph,
             limit_bytes,
             self._link,
-            self._policy.director.actions,
+            actions,
             forced,
             self._announced,
             self._policy.planner,
@@ -153,7 +155,7 @@ class Planning:
         return [each.task for each in reversed(self._open)]
 
     def _profile_for(self, each: _Open) -> Profile | None:
-        return self.learner.planned_as(each.task.graph, each.aim_bytes)
+        return self.learner.planned_as(each.graph, each.aim_bytes)
 
     def search_ended(self, task: Task, plan: Plan | None) -> None:
         """The search for an open task is over. A plan it found is followed from the next step on, unless it would be

@@ -193,7 +193,7 @@ class Room:
     ) -> list[Instruction]:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free."""
         self._keeping.end()  # what is only counted might go as well
-        self.candidates.limit_replays(self.limit_bytes if self._firm else None)
+        self.candidates.limit_replays(self.limit_bytes)
         out: list[Instruction] = []
         room_bytes = coming_bytes + spare_bytes - over_bytes  # free by now, if what was to go has gone
         later_bytes = 0  # free when the program lets go of them too

@@ -1,6 +1,7 @@
 """The planner: step graphs, forecasts position by position, and plans, all by hand. Units: bytes, ns."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from delta.config import PlannerConfig
 from delta.planner import BESIDE, PLANNERS, StepGraph, Task, forecast, plan_step
+from delta.planner.choices import without_wide_replays
 from delta.planner.prices import GROUPS, Prices
 from delta.planner.steplog import build_graph
 from delta.types import Action, Kind, Link
@@ -113,6 +115,47 @@ def test_what_an_earlier_step_made_is_there_unless_it_is_saved_too():
     nodes = build_graph(log, 0).nodes
     assert [node.rooted for node in nodes if node.op is None and node.order < 0] == [True, True], "0 and 5"
     assert [node.rooted for node in nodes if node.order == 0] == [False]
+
+
+# -- what would have no room to be replayed ---------------------------------------------------------------------------
+def can_be_replayed(graph: StepGraph) -> list[str]:
+    return [op.name[-1] for op in graph.ops if op.replayable]
+
+
+@pytest.mark.parametrize(("limit", "replayable"), [(700, "fghk"), (699, "fgh"), (500, "fgh"), (499, "fg"), (109, "")])
+def test_an_op_that_reads_and_makes_more_than_the_limit_is_not_replayed(limit, replayable):
+    """f reads and makes 110 bytes, g 300, h 500 and k 700."""
+    graph = chain()
+    narrowed = without_wide_replays(graph, limit)
+    assert can_be_replayed(narrowed) == list(replayable)
+    assert (narrowed is graph) is (limit == 700)
+    assert replace(narrowed, ops=graph.ops) == graph
+
+
+@pytest.mark.parametrize(("released", "least"), [(1, 500), (2, 600)])
+def test_what_is_needed_before_and_after_is_there_in_any_case(released, least):
+    """a is needed first, and goes before c is asked for, or after that."""
+    log = chain_log()
+    log.needs, log.releases = [(0, 40), (2, 60), (1, 80)], [(0, released), (2, 2), (1, 3)]
+    graph = build_graph(log, 0)
+    assert "h" in can_be_replayed(without_wide_replays(graph, least))
+    assert "h" not in can_be_replayed(without_wide_replays(graph, least - 1))
+
+
+def test_what_never_goes_is_there_in_any_case():
+    """a is too small to go, and stays until after c has been asked for."""
+    graph = chain(min_bytes=150)
+    assert "h" in can_be_replayed(without_wide_replays(graph, 600))
+    assert "h" not in can_be_replayed(without_wide_replays(graph, 599))
+
+
+def test_what_the_op_reads_counts_once():
+    """b is read by h, and needed before c and after it; a goes last, but need not be there."""
+    log = chain_log()
+    log.needs, log.releases = [(1, 40), (2, 60), (1, 70), (0, 80)], [(2, 2), (1, 3), (0, 4)]
+    graph = build_graph(log, 0)
+    assert "h" in can_be_replayed(without_wide_replays(graph, 500))
+    assert "h" not in can_be_replayed(without_wide_replays(graph, 499))
 
 
 # -- forecast ---------------------------------------------------------------------------------------------------------

@@ -117,6 +117,38 @@ def test_of_a_plan_that_no_step_has_followed_yet_nobody_knows_how_far_it_is_over
     assert profile.plan is found
 
 
+def product(toy: Toy, base: int) -> None:
+    """c is made of a and b, and each takes 100 bytes; d, of c, takes 200. Backward needs d, c, b, a."""
+    toy.source(base, 0)
+    for k, nbytes, sources, cost_ns in (
+        (1, 100, [0], 10),
+        (2, 100, [0], 10),
+        (3, 100, [1, 2], 10),
+        (4, 200, [3], 10**5),
+    ):
+        toy.op(base + k, nbytes, [base + source for source in sources], cost_ns=cost_ns)
+        toy.now = 100 * base + 10 * k
+        toy._do(toy.engine.saved(base + k, k, toy.now))
+        toy.let_go(*{3: (base + 1, base + 2), 4: (base + 3, base + 4)}.get(k, ()))
+    for k in (4, 3, 2, 1):
+        toy.use(base + k, 100 * base + 400 - 50 * k)
+
+
+@pytest.mark.parametrize(("actions", "c"), [(("keep", "swap", "recompute"), SWAP), (("keep", "recompute"), RECOMPUTE)])
+def test_what_a_replay_would_have_no_room_for_is_copied_by_plans_too(actions, c):
+    """a, b and c together take 300 bytes, of which a plan has 297; c and d do, too."""
+    toy = Toy(301, actions, Link(1e9, 1e9, 1.0))
+    for base in (0, 10, 20):
+        product(toy, base)
+        (profile,) = toy.engine.learner.profiles
+        assert profile.plan is not None and profile.plan.actions[2] is c
+    (task,) = toy.engine.planning.open_tasks
+    assert (task.limit_bytes, task.graph is profile.graph) == (297, c is RECOMPUTE)
+    found = assemble(task, (RECOMPUTE, RECOMPUTE, c, KEEP))
+    toy.engine.planning.search_ended(task, found)
+    assert profile.plan is found, "the task is that of the graph as it is"
+
+
 def test_a_step_that_is_planned_anew_asks_anew_and_knows_the_plan_in_use():
     toy = a_planned_toy()
     (task,) = toy.engine.planning.open_tasks

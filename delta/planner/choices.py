@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 from delta.planner.steplog import StepGraph
 from delta.planner.task import Task
-from delta.types import Action
+from delta.types import Action, OpInfo
 
 
 def choices_of(task: Task) -> list[tuple[Action, ...]]:
@@ -30,6 +31,33 @@ def obeyed_rules(task: Task) -> dict[int, Action]:
     as if there were none."""
     ways = choices_of(replace(task, forced={}))
     return {v: action for v, action in task.forced.items() if action is Action.KEEP or action in ways[v]}
+
+
+def without_wide_replays(graph: StepGraph, limit_bytes: int) -> StepGraph:
+    """The graph in which no op can be replayed for which there would be no room: it reads and makes more than
+    `limit_bytes`, with what is there at its need in any case. For steps whose storages can be copied instead (rule 14).
+    """
+    orders, sizes = [node.order for node in graph.nodes], graph.saved_bytes
+    change = [0] * (len(graph.needs) + 1)  # of what is there in any case: needed before and after, or never to go
+    since = [p + 1 if graph.nodes[graph.saved[v]].evictable else 0 for v, p in enumerate(graph.first_need)]
+    for v, nbytes in enumerate(sizes):
+        if since[v] < graph.release[v]:
+            change[since[v]] += nbytes
+            change[graph.release[v]] -= nbytes
+    there_bytes = list(accumulate(change))
+
+    def wide(op: OpInfo) -> bool:
+        used = {*op.inputs, *op.outputs}
+        nbytes = sum(graph.nodes[node].nbytes for node in used)
+        made = [orders[node] for node in op.outputs if orders[node] >= 0 and graph.nodes[node].evictable]
+        if made:
+            p = min(graph.first_need[v] for v in made)
+            saved = (orders[node] for node in used if orders[node] >= 0)
+            nbytes += there_bytes[p] - sum(sizes[v] for v in saved if since[v] <= p < graph.release[v])
+        return nbytes > limit_bytes
+
+    ops = tuple(replace(op, replayable=False) if op.replayable and wide(op) else op for op in graph.ops)
+    return graph if ops == graph.ops else replace(graph, ops=ops)
 
 
 def replayable_ops(graph: StepGraph) -> list[bool]:
