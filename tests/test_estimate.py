@@ -54,6 +54,15 @@ def test_where_several_forms_are_possible_all_lie_in_between():
     assert (found.least, found.most) == (80, 320)
 
 
+def test_of_nothing_nothing_is_a_multiple():
+    """A dim of 0, as where a batch has no boxes: it counts as 1 where it never varied, and no time is in proportion to
+    it where it did."""
+    assert predicted([(0, 10), (0, 20)], lambda b, t: 3 * t, (4, 10)) == Interval(30, 480)
+    assert predicted([(4, 10), (4, 20)], lambda b, t: b * t, (0, 10)) == Interval(2, 40)
+    assert Estimator([(0, 10)]).point((4, 10)).scale == 4
+    assert Estimator([(0,), (2,), (4,)]).rate([5, 6, 7]) == (0, 6)
+
+
 def test_a_dim_that_never_varied_may_count_squared():
     assert predicted([(4, 10), (4, 20)], lambda b, t: b * t, (8, 10)) == Interval(40, 160)
     assert predicted([(4, 10), (4, 20)], lambda b, t: b * t, (2, 10)) == Interval(10, 40)

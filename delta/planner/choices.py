@@ -39,7 +39,7 @@ def without_wide_replays(graph: StepGraph, limit_bytes: int) -> StepGraph:
     """
     orders, sizes = [node.order for node in graph.nodes], graph.saved_bytes
     change = [0] * (len(graph.needs) + 1)  # of what is there in any case: needed before and after, or never to go
-    since = [p + 1 if graph.nodes[graph.saved[v]].evictable else 0 for v, p in enumerate(graph.first_need)]
+    since = [p if graph.nodes[graph.saved[v]].evictable else 0 for v, p in enumerate(graph.first_need)]
     for v, nbytes in enumerate(sizes):
         if since[v] < graph.release[v]:
             change[since[v]] += nbytes

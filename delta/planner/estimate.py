@@ -91,9 +91,10 @@ class Estimator:
         scale = 1.0
         for i, (size, seen) in enumerate(zip(dims, self._fixed, strict=True)):
             if i not in self.varied and size != seen:
-                squared = Fraction(size, seen) ** DEGREE
+                times = Fraction(max(1, size), max(1, seen))  # of nothing nothing is a multiple
+                squared = times**DEGREE
                 shrink, growth = shrink * min(squared, Fraction(1)), growth * max(squared, Fraction(1))
-                scale *= size / seen
+                scale *= float(times)
         return Point(self._monomials(dims), shrink, growth, scale)
 
     # -- bytes ----------------------------------------------------------------------------------------------------
@@ -163,6 +164,8 @@ class Estimator:
         """
         best, least = (0, float(median(values))), inf
         for place in range(len(self.terms)):
+            if not all(monomials[place] for monomials in self._observed):
+                continue
             ratios = [value / monomials[place] for value, monomials in zip(values, self._observed, strict=True)]
             spread = max(ratios) / min(ratios) if min(ratios) > 0 else inf
             if spread < least:
