@@ -159,17 +159,17 @@ def test_what_the_op_reads_counts_once():
 
 
 def test_the_first_need_of_a_result_that_may_go_counts():
-    """g makes two storages of 100 bytes and one of 10, out of 100 bytes. It is replayed at the third need: then what has
-    been needed first has gone again, which was there at the second one, that of the small result; and what stays to the
-    end from the fourth need on has not come yet."""
-    source, early, late, one, two, small = 1, 2, 3, 4, 5, 6
+    """g makes two storages of 100 bytes and one of 10, out of 100 bytes. It is replayed at the third need: then what
+    has been needed first has gone again, which was there at the second one, that of the small result; and what stays to
+    the end from the fourth need on has not come yet. What is never needed is never there."""
+    source, early, late, one, two, small, idle = 1, 2, 3, 4, 5, 6, 7
     ops = [an_op(number, [], [made]) for number, made in enumerate((source, early, late), 1)]
     log = a_log(
         [*ops, an_op(4, [source], [one, two, small], name="aten.g")],
-        {source: 100, early: 150, late: 150, one: 100, two: 100, small: 10},
-        saves=[(record, 10 * record, min(record, 4)) for record in (source, early, late, one, two, small)],
+        {source: 100, early: 150, late: 150, one: 100, two: 100, small: 10, idle: 150},
+        saves=[(record, 10 * record, min(record, 4)) for record in range(source, idle + 1)],
         needs=[(1, 70), (5, 80), (4, 90), (2, 100), (3, 110), (0, 120)],
-        releases=[(1, 2), (5, 2), (4, 6), (2, 6), (3, 6), (0, 6)],
+        releases=[(1, 2), (5, 2), (4, 6), (2, 6), (3, 6), (0, 6), (6, 1)],
         end_ns=130,
     )
     graph = build_graph(log, 100)

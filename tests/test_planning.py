@@ -149,6 +149,16 @@ def test_what_a_replay_would_have_no_room_for_is_copied_by_plans_too(actions, c)
     assert profile.plan is found, "the task is that of the graph as it is"
 
 
+def test_where_everything_may_go_a_rehearsal_sees_to_the_room(monkeypatch):
+    """What is read in forward is needed there, and may go in between."""
+    asked = []
+    monkeypatch.setitem(PLANNERS, "profile", lambda task: asked.append(task) or assemble(task, [KEEP] * 4))
+    toy = Toy(301, announced=True)
+    product(toy, 0)
+    (profile,) = toy.engine.learner.profiles
+    assert [task.graph is profile.graph for task in asked] == [True]
+
+
 def test_a_step_that_is_planned_anew_asks_anew_and_knows_the_plan_in_use():
     toy = a_planned_toy()
     (task,) = toy.engine.planning.open_tasks

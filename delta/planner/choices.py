@@ -39,11 +39,11 @@ def without_wide_replays(graph: StepGraph, limit_bytes: int) -> StepGraph:
     """
     orders, sizes = [node.order for node in graph.nodes], graph.saved_bytes
     change = [0] * (len(graph.needs) + 1)  # of what is there in any case: needed before and after, or never to go
-    since = [p if graph.nodes[graph.saved[v]].evictable else 0 for v, p in enumerate(graph.first_need)]
+    firsts = zip(graph.saved, graph.first_need, graph.release, strict=True)
+    since = [min(first, until) if graph.nodes[node].evictable else 0 for node, first, until in firsts]
     for v, nbytes in enumerate(sizes):
-        if since[v] < graph.release[v]:
-            change[since[v]] += nbytes
-            change[graph.release[v]] -= nbytes
+        change[since[v]] += nbytes
+        change[graph.release[v]] -= nbytes
     there_bytes = list(accumulate(change))
 
     def wide(op: OpInfo) -> bool:
