@@ -153,7 +153,7 @@ def test_where_everything_may_go_a_rehearsal_sees_to_the_room(monkeypatch):
     """What is read in forward is needed there, and may go in between."""
     asked = []
     monkeypatch.setitem(PLANNERS, "profile", lambda task: asked.append(task) or assemble(task, [KEEP] * 4))
-    toy = Toy(301, announced=True)
+    toy = Toy(299, announced=True)
     product(toy, 0)
     (profile,) = toy.engine.learner.profiles
     assert [task.graph is profile.graph for task in asked] == [True]
