@@ -550,6 +550,13 @@ class Engine:
         """The limit may have changed (a device budget follows what else is in use), or so much more is to come."""
         return self._room.make(coming_bytes, now_ns)
 
+    def making(self, nbytes: int, now_ns: int) -> list[Instruction]:
+        """An op is about to make so much, of which nobody knows by its position: what is kept free may not do."""
+        if self._headroom is None:
+            return []
+        more_bytes = nbytes - self._headroom.free_bytes
+        return self._room.make(more_bytes, now_ns) if more_bytes > 0 else []
+
     def next_save(self, order: int, now_ns: int) -> list[Instruction]:
         """A storage was saved that goes by itself: have room for the next one."""
         plan = self.learner.plan

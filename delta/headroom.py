@@ -136,6 +136,11 @@ class HeadRoom:
         backward = self._at is self.measured.needs
         return self._most(backward, len((self.measured.needs if backward else self.measured.saves).levels) - 1)
 
+    @property
+    def free_bytes(self) -> int:
+        """What of that is not in use as the step has come here."""
+        return self.here_bytes - self._level_bytes
+
     def from_save(self, order: int) -> int:
         """... from when a storage counts, by save order, to the next one. It is made before that."""
         return self._most(False, order)

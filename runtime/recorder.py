@@ -206,13 +206,15 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _record(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        core = self._core
+        core, learner = self._core, self._learner
         routine = core.engine.routine
         if routine is None:
             core.stretches.lost()
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         with core:
+            if core.gauge.on and learner.plan is None:
+                core.room_for(core.foreseen.made_bytes(func, facts, args, kwargs))
             known_ns = core.engine.known_cost_ns(func)
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)
