@@ -493,19 +493,17 @@ def test_what_backward_takes_is_taken_from_forward_only_where_peaks_are_not_seen
 # -- a real process -----------------------------------------------------------------------------------
 @pytest.mark.slow  # and to be run alone: see below
 @pytest.mark.skipif(heap_bytes() is None or not Path("/proc/self/clear_refs").exists(), reason="needs Linux and glibc")
-def test_a_process_stays_within_its_budget_once_the_step_is_known():
-    """Measured by Linux. The first step meets an op that takes 48 MiB at once, of which nobody knew: it is told of.
+def test_a_process_stays_within_its_budget_from_the_first_step_on():
+    """Measured by Linux. The first step meets an op that makes 48 MiB at once.
 
-    Alone on the machine. Beside other tests whole runs were up to 7 % over the budget, and the first step once without
-    a warning, for a reason that is not known; alone, single steps are a few percent over it."""
+    Alone on the machine. Beside other tests whole runs were up to 7 % over the budget, for a reason that is not known;
+    alone, single steps were a few percent over it."""
     command = [sys.executable, str(Path(__file__).with_name("device_budget_worker.py")), str(230 * 2**20), "9"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     told = json.loads(done.stdout)
     assert told["evictions"] > 0
-    first, later = told["peaks"][0], told["peaks"][2:]
-    assert median(later) <= told["budget"]
-    assert max(later) <= 1.05 * told["budget"]
-    assert told["warnings"] or first <= engine.MISSED * told["budget"]
+    assert median(told["peaks"]) <= told["budget"]
+    assert max(told["peaks"]) <= 1.05 * told["budget"]
 
 
 # -- what others take, where it is not known by position ---------------------------------------------------------------
@@ -597,7 +595,8 @@ def test_batches_of_changing_sizes_hold_the_budget_whatever_ops_take(policy, hea
             peaks.append(heap_card.peak_bytes - budget_bytes)
             heap_card.peak_bytes = 0
     assert evicted == plain and run.report().evictions
-    assert max(peaks) <= MIB // 4
+    assert peaks[0] <= 3 * MIB // 2  # what backward takes is not known before
+    assert max(peaks[1:]) <= MIB // 4
 
 
 def test_steps_that_fit_take_no_room_from_the_one_that_comes_after_them():
