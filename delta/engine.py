@@ -551,9 +551,9 @@ class Engine:
         return self._room.make(coming_bytes, now_ns)
 
     def making(self, nbytes: int, now_ns: int) -> list[Instruction]:
-        """An op is about to make so much, of which nobody knows by its position: what is kept free may not do."""
-        if self._headroom is None:
-            return []
+        """Under a device budget: an op is about to make so much, of which nobody knows by its position, and what is
+        kept free may not do."""
+        assert self._headroom is not None
         more_bytes = nbytes - self._headroom.free_bytes
         return self._room.make(more_bytes, now_ns) if more_bytes > 0 else []
 

@@ -31,9 +31,9 @@ class Foreseen:
         self._made_bytes: dict[Any, int] = {}
 
     def made_bytes(self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-        """The bytes of all results of a call; 0 where nobody can tell. Not asked: what writes (it makes nothing, or as
-        batch norm no more than it reads), what draws numbers, and what is not PyTorch's own."""
-        if facts.view or facts.writes or facts.seeded or func.namespace != "aten":
+        """The bytes that a call makes; 0 where nobody can tell. Not asked: what draws numbers, and what is not
+        PyTorch's own and may do more than to tell shapes."""
+        if facts.seeded or func.namespace != "aten":
             return 0
         try:
             look = func, _look(args), _look(tuple(kwargs.items()))
@@ -82,7 +82,7 @@ def _asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 def _without_bytes(value: Any, given: set[int]) -> Any:
     """The argument on device `meta`; its storage is then one of those that are `given`."""
     if isinstance(value, Tensor):
-        bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+        bare = torch.empty(value.shape, dtype=value.dtype, device=_META)
         given.add(bare.untyped_storage()._cdata)
         return bare
     if isinstance(value, (tuple, list)):

@@ -16,13 +16,15 @@ from delta.runtime.recompute import results_of
 ATEN = torch.ops.aten
 CPU = torch.device("cpu")
 MATRIX, WIDE, PICTURES, KERNEL = torch.ones(6, 8), torch.ones(8, 30), torch.ones(2, 4, 9, 9), torch.ones(5, 4, 3, 3)
-WHOLE = torch.arange(6)
+WHOLE, MOMENTS = torch.arange(6), (torch.zeros(4), torch.ones(4))
 CALLS = {
     "product": (ATEN.mm.default, (MATRIX, WIDE), {}),
+    "product in double precision": (ATEN.mm.default, (MATRIX.double(), WIDE.double()), {}),
     "product and sum": (ATEN.addmm.default, (torch.ones(30), MATRIX, WIDE), {}),
     "of a view": (ATEN.mm.default, (MATRIX, torch.ones(30, 8).t()), {}),
     "convolution": (ATEN.convolution.default, (PICTURES, KERNEL, None, [2, 2], [1, 1], [1, 1], False, [0, 0], 1), {}),
     "softmax": (ATEN._log_softmax.default, (MATRIX, 1, False), {}),
+    "batch norm": (ATEN.native_batch_norm.default, (PICTURES, None, None, *MOMENTS, True, 0.1, 1e-5), {}),
     "norm": (ATEN.native_layer_norm.default, (MATRIX, [8], None, None, 1e-5), {}),
     "pooling": (ATEN.max_pool2d_with_indices.default, (PICTURES, [2, 2]), {}),
     "list": (ATEN.cat.default, ([MATRIX, MATRIX], 1), {}),
@@ -62,6 +64,15 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x])
 
 
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x])  # and nobody knows what else
+
+
+def test_nothing_is_made_for_it():
+    assert asked(Foreseen(), ATEN.full.default, ([2**45], 1.0), {"device": CPU, "dtype": torch.float32}) == 2**47
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -78,6 +89,29 @@ class Subclass(torch.Tensor):
 )
 def test_of_some_calls_nobody_can_tell(func, args):
     assert asked(Foreseen(), func, args, {}) == 0
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
+@pytest.mark.usefixtures("one_thread")
+def test_only_ops_of_which_nothing_is_known_are_asked_and_under_a_device_budget_alone(monkeypatch):
+    def asks(count: int = 3, **options) -> list[bool]:
+        asked_for, found = list[object](), list[bool]()
+        monkeypatch.setattr(Foreseen, "made_bytes", lambda *call: asked_for.append(call) or 0)
+        with delta.evict(
+            policy=delta.load_policy("recompute", {"filter.min_bytes": 1}), device="cpu", **options
+        ) as run:
+            assert run._core is not None
+            run._core.may_watch = False
+            for _ in range(count):
+                asked_for.clear()
+                model(x).sum().backward()
+                found.append(bool(asked_for))
+        assert all(mode in ("observe", "planned") for mode in run.report().modes)
+        return found
+
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.ones(6, 8)
+    assert asks(budget="1MiB") == [True, False, False]
+    assert asks(activations="50%") == [False, False, False]
 
 
 def test_each_look_is_asked_for_once_and_not_for_ever(monkeypatch):

@@ -119,6 +119,26 @@ def evictions(machine: Machine) -> int:
     return machine.engine.totals.evictions.get(Action.RECOMPUTE, 0)
 
 
+@pytest.mark.parametrize(("made", "gone", "left"), [(500, 0, 2000), (501, 1, 2000), (601, 2, 2000), (299, 0, 1400)])
+def test_an_op_that_will_make_more_than_is_kept_free_has_room_first(made, gone, left):
+    """After five saves 1,500 bytes are in use, and an op before took 300 for a moment, which is kept free. The last one:
+    to make less is no reason to look for what may go, where much is over the budget already."""
+    machine = Machine(2000)
+    machine.source(0, 10)
+    for k in range(1, 6):
+        machine.op(k, SIZE, [k - 1])
+        machine.took({3: 300}.get(k, 0))
+        machine.look(saved_bytes=SIZE)
+        machine.save(k, 10 * k)
+        machine.let_go(k - 1)
+    machine.let_go(5)
+    machine.look()
+    assert machine.used() == BASE + 5 * SIZE
+    machine.engine.budget.device_bytes = left
+    machine._do(machine.engine.making(made, 100))
+    assert machine.engine.totals.evictions.get(Action.RECOMPUTE, 0) == gone
+
+
 def uniform(monkeypatch: pytest.MonkeyPatch, budget_bytes: int) -> Machine:
     """A machine that keeps as much free everywhere as the neediest op needs."""
     monkeypatch.setattr(planning, "BY_POSITION", frozenset())
