@@ -121,8 +121,8 @@ def evictions(machine: Machine) -> int:
 
 @pytest.mark.parametrize(("made", "gone", "left"), [(500, 0, 2000), (501, 1, 2000), (601, 2, 2000), (299, 0, 1400)])
 def test_an_op_that_will_make_more_than_is_kept_free_has_room_first(made, gone, left):
-    """After five saves 1,500 bytes are in use, and an op before took 300 for a moment, which is kept free. The last one:
-    to make less is no reason to look for what may go, where much is over the budget already."""
+    """After five saves 1,500 bytes are in use, and an op before took 300 for a moment, which is kept free. The last
+    one: to make less is no reason to look for what may go, where much is over the budget already."""
     machine = Machine(2000)
     machine.source(0, 10)
     for k in range(1, 6):
