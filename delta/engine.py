@@ -553,8 +553,7 @@ class Engine:
     def making(self, nbytes: int, now_ns: int) -> list[Instruction]:
         """Under a device budget: an op is about to make so much, of which nobody knows by its position, and what is
         kept free may not do."""
-        assert self._headroom is not None
-        more_bytes = nbytes - self._headroom.free_bytes
+        more_bytes = nbytes - self._headroom.free_bytes if self._headroom is not None else 0
         return self._room.make(more_bytes, now_ns) if more_bytes > 0 else []
 
     def next_save(self, order: int, now_ns: int) -> list[Instruction]:

@@ -139,6 +139,15 @@ def test_an_op_that_will_make_more_than_is_kept_free_has_room_first(made, gone, 
     assert machine.engine.totals.evictions.get(Action.RECOMPUTE, 0) == gone
 
 
+def test_where_the_device_has_no_budget_no_op_wants_room():
+    toy = Toy(SIZE)
+    toy.source(0, 10)
+    toy.op(1, SIZE, [0])
+    toy.save(1, 10)
+    toy.let_go(1)
+    assert toy._do(toy.engine.making(10 * SIZE, 20)) == []
+
+
 def uniform(monkeypatch: pytest.MonkeyPatch, budget_bytes: int) -> Machine:
     """A machine that keeps as much free everywhere as the neediest op needs."""
     monkeypatch.setattr(planning, "BY_POSITION", frozenset())
