@@ -550,9 +550,13 @@ class Engine:
         """The limit may have changed (a device budget follows what else is in use), or so much more is to come."""
         return self._room.make(coming_bytes, now_ns)
 
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether nobody knows by its position what an op takes, and there is a device budget that it may not fit."""
+        return self._headroom is not None and self.learner.plan is None
+
     def making(self, nbytes: int, now_ns: int) -> list[Instruction]:
-        """Under a device budget: an op is about to make so much, of which nobody knows by its position, and what is
-        kept free may not do."""
+        """Where it `asks_ahead`: an op is about to make so much, for which what is kept free may not do."""
         more_bytes = nbytes - self._headroom.free_bytes if self._headroom is not None else 0
         return self._room.make(more_bytes, now_ns) if more_bytes > 0 else []
 

@@ -34,7 +34,6 @@ from delta.runtime.carrier import Carrier
 from delta.runtime.device.base import Device
 from delta.runtime.encode import Encoder
 from delta.runtime.entrance import Entrance
-from delta.runtime.foreseen import Foreseen
 from delta.runtime.gauge import Gauge
 from delta.runtime.generators import set_back
 from delta.runtime.handle import Handle
@@ -113,7 +112,6 @@ class Core(Entrance):
         self.trials = Trials(self.begins, self.spent)
         self.planning = PlanningAside(engine.planning)
         self.gauge = Gauge(engine, device)
-        self.foreseen = Foreseen()
         self.attached = Attached(self.slots, engine.loose)
         self.stall_ns = 0
         self.oom_rescues = 0
@@ -355,10 +353,6 @@ class Core(Entrance):
         record = self.engine.ledger.resolve(record)
         if not self.engine.ledger.records[record].held:
             self.rematerialiser.bring_back(record)
-
-    def room_for(self, nbytes: int) -> None:
-        """An op of a step that is not known is about to make so much."""
-        self.run(self.engine.making(nbytes, time.perf_counter_ns()))
 
     def find_used(self) -> None:
         """Tell the engine which saved storages the program, or backward, uses still."""

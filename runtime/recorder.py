@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from delta.routine import Way
 from delta.runtime import batch_norm, cudnn
 from delta.runtime.compiled import never_compiled
+from delta.runtime.foreseen import Foreseen
 from delta.runtime.generators import drawn_from, set_back
 from delta.runtime.note import Note
 from delta.runtime.opfacts import KNOWN, OpFacts, facts_of
@@ -60,6 +61,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, core: Core) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._core, self._learner, self._step_ends = core, core.engine.learner, core.engine.step_ends
+        self._foreseen = Foreseen()
         self._within: tuple[FrameType, int] | None = None  # the call in the middle of which it was put on the stack
 
     def put_on_within(self, caller: FrameType) -> None:
@@ -206,15 +208,16 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _record(self, func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        core, learner = self._core, self._learner
+        core = self._core
         routine = core.engine.routine
         if routine is None:
             core.stretches.lost()
         statistics = facts.statistics_written(args)
         call = strip(without_statistics(args, statistics), kwargs)
         with core:
-            if core.gauge.on and learner.plan is None:
-                core.room_for(core.foreseen.made_bytes(func, facts, args, kwargs))
+            if core.engine.asks_ahead:
+                made_bytes = self._foreseen.made_bytes(func, facts, args, kwargs)
+                core.run(core.engine.making(made_bytes, time.perf_counter_ns()))
             known_ns = core.engine.known_cost_ns(func)
             written = tensors_written(facts, statistics, args, kwargs)
             inputs = self._inputs(call.tensors)

@@ -145,6 +145,7 @@ def test_where_the_device_has_no_budget_no_op_wants_room():
     toy.op(1, SIZE, [0])
     toy.save(1, 10)
     toy.let_go(1)
+    assert not toy.engine.asks_ahead
     assert toy._do(toy.engine.making(10 * SIZE, 20)) == []
 
 
@@ -531,8 +532,9 @@ def test_a_process_stays_within_its_budget_from_the_first_step_on():
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     told = json.loads(done.stdout)
     assert told["evictions"] > 0
-    assert median(told["peaks"]) <= told["budget"]
+    assert median(told["peaks"][2:]) <= told["budget"]
     assert max(told["peaks"]) <= 1.05 * told["budget"]
+    assert told["warnings"] or told["peaks"][0] <= engine.MISSED * told["budget"]
 
 
 # -- what others take, where it is not known by position ---------------------------------------------------------------
