@@ -140,12 +140,12 @@ def test_an_op_that_will_make_more_than_is_kept_free_has_room_first(made, gone, 
 
 
 def test_where_the_device_has_no_budget_no_op_wants_room():
-    toy = Toy(SIZE)
+    toy = Toy(3 * SIZE)
     toy.source(0, 10)
     toy.op(1, SIZE, [0])
     toy.save(1, 10)
     toy.let_go(1)
-    assert not toy.engine.asks_ahead
+    assert toy.mine and not toy.engine.asks_ahead
     assert toy._do(toy.engine.making(10 * SIZE, 20)) == []
 
 
