@@ -245,7 +245,9 @@ def _beside_moved(profile: Profile, ended: Ended) -> tuple[int, int]:
     """Take in what the step used beside counted activations; by how much that is more than at the last planning at any
     position, and less at its worst one."""
     beside = ended.outcome.beside or NOTHING
-    if ended.recorded and beside.needs.levels:
+    # What moves a little where nobody records is no reason to plan anew. What brought a step over its budget is.
+    heard = ended.recorded or (ended.outcome.over and beside.places == profile.beside.places)
+    if heard and beside.needs.levels:
         profile.beside = beside.after(profile.beside)
     profile.graph = with_beside(profile.graph, profile.beside)
     now, then = profile.all_beside, profile.planned_beside

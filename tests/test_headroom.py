@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from device_budget_worker import WORKING_BYTES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
@@ -219,6 +220,46 @@ def test_a_plan_is_made_again_when_what_is_beside_has_moved():
         )
         learner.end(3, outcome)
     assert planned == [(510, 500)] * 3 + [(530, 520), (470, 460)]
+
+
+@pytest.mark.parametrize(
+    ("taken_bytes", "peak_bytes", "needs", "plans", "squeeze"),
+    [
+        pytest.param(300, 1100, 1, [(510, 800)], 1.0, id="over"),
+        pytest.param(300, 900, 1, [], 1.0, id="within"),
+        pytest.param(300, 1100, 2, [(510, 500)], pytest.approx(1000 / 1100), id="of other places"),
+        pytest.param(0, 1100, 1, [(510, 500)], pytest.approx(1000 / 1100), id="nowhere"),
+    ],
+)
+def test_a_step_over_its_budget_tells_where_it_took_more_even_if_nobody_recorded_it(
+    taken_bytes, peak_bytes, needs, plans, squeeze
+):
+    """Known steps have 500 bytes beside and took 10 more at the save. Where that does not tell why it was over, the
+    plan aims lower."""
+    planned: list[tuple[int, ...]] = []
+
+    def make_plan(graph, limit_bytes, forced):
+        planned.append(graph.beside_saves + graph.beside_needs)
+        return plan_step(graph, limit_bytes, Link(1e9, 1e9), (Action.KEEP,), forced)
+
+    def end(peak_bytes: int, beside: Beside) -> None:
+        learner.packed(1, 0)
+        learner.saved(7, SIZE, Kind.ACTIVATION, 1)
+        learner.needed(0, 2)
+        learner.released(0)
+        at = {"peak_bytes": peak_bytes, "unevicted_peak_bytes": SIZE, "limit_bytes": 1000, "beside": beside}
+        learner.end(3, Outcome(**at, evicted=True, forced={}))
+
+    learner = Learner(Revising(0, make_plan, aim=1.0))
+    learner.recorded = True
+    end(900, Beside(Track([500], [10]), Track([500], [0])))
+    planned.clear()
+    learner.recorded = False
+    end(peak_bytes, Beside(Track([500], [10]), Track([500] * needs, [taken_bytes] * needs)))
+    assert planned == plans
+    (profile,) = learner.profiles
+    assert profile.squeeze == squeeze
+    assert profile.beside.places == (1, 1)
 
 
 def test_copies_back_leave_the_room_that_an_op_before_their_use_needs(monkeypatch):
@@ -526,15 +567,19 @@ def test_what_backward_takes_is_taken_from_forward_only_where_peaks_are_not_seen
 def test_a_process_stays_within_its_budget_from_the_first_step_on():
     """Measured by Linux. The first step meets an op that makes 48 MiB at once.
 
-    Alone on the machine. Beside other tests whole runs were up to 7 % over the budget, for a reason that is not known;
-    alone, single steps were a few percent over it."""
+    Alone on the machine: beside other tests whole runs were up to 7 % over the budget, for a reason that is not known.
+    Backward of that op makes two such temporaries, one after the other. Where the first one fills a hole of the heap,
+    the second may not fit in again, and lies beside what the heap keeps: so it was in 26 of 169 runs of twelve
+    steps, and a warning tells of it. The plan leaves room for it from then on."""
     command = [sys.executable, str(Path(__file__).with_name("device_budget_worker.py")), str(230 * 2**20), "9"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     told = json.loads(done.stdout)
     assert told["evictions"] > 0
     assert median(told["peaks"][2:]) <= told["budget"]
-    assert max(told["peaks"]) <= 1.05 * told["budget"]
-    assert told["warnings"] or told["peaks"][0] <= engine.MISSED * told["budget"]
+    over = [peak - told["budget"] for peak in told["peaks"] if peak > engine.MISSED * told["budget"]]
+    assert len(over) <= 1
+    assert max(over, default=0) <= WORKING_BYTES
+    assert told["warnings"] or not over
 
 
 # -- what others take, where it is not known by position ---------------------------------------------------------------
