@@ -598,7 +598,7 @@ class Engine:
         self.keeping.end()  # what is left over is of no step, and has to be told apart from what is
         ledger, mode = self.ledger, self.learner.mode
         summary = self._finish_step(mode, ledger.peak_resident_bytes, ledger.peak_unevicted_bytes)
-        self._tell_shortage(summary.peak_bytes)
+        self._tell_shortage(summary)
         plans_before, began_ns = self.planning.made, self._clock()
         if (headroom := self._headroom) is not None:
             self.budget.step_used(headroom.peak_bytes, headroom.need, self._room.evicted)
@@ -640,17 +640,19 @@ class Engine:
             self._ruled.new_step()
         return out
 
-    def _tell_shortage(self, peak_bytes: int) -> None:
-        """Warn, or get ready to raise, if the step that ended was over its limit by more than its rounding. A share is
-        known only now."""
+    def _tell_shortage(self, step: StepSummary) -> None:
+        """Count it, and warn or get ready to raise, if the step that ended was over its limit by more than its
+        rounding. A share is known only now."""
+        peak_bytes = step.peak_bytes
         limit, stopped, self._stopped = self.limit_bytes, self._stopped, False
         if self._headroom is not None:
             peak_bytes, limit = self._headroom.peak_bytes, self.budget.device_bytes
         if limit is None or peak_bytes <= MISSED * limit:
             return
+        self.totals.steps_over += 1
         shortage = self._room.shortage_of(limit, peak_bytes)
         if not self.policy.budget.strict:
-            self.totals.warn("budget", str(shortage))
+            self.totals.warn("budget", shortage.in_step(step.index))
         elif not stopped:
             self.totals.failed = BudgetError(str(shortage))
 

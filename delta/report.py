@@ -24,13 +24,14 @@ _NOTHING_SAVED = (
 class Report:
     """Figures of a run so far. Bytes and nanoseconds are sums over all steps; a peak is the largest of any step.
 
-    ``device`` is empty where the block has not been entered and none was named. ``budget_bytes`` is the limit that was
-    held for activations or device, None when there was none (watch only). ``modes`` and ``evictions`` count steps by
-    mode and evictions by action. ``unevicted_peak_activation_bytes`` is what the peak would have been had nothing been
-    evicted, ``encoded_bytes_saved`` what encoded forms took less. ``stall_ns`` went into waiting for copies and
-    encoding, ``overhead_ns`` into Delta's own hooks and decisions, replays and stalls left out. ``oom_rescues`` counts
-    ops that found no device memory and ran once more after evictions. ``plans`` counts plans made, and plans found
-    again when a step began; ``longest_plan_ns`` is the longest that took. ``str()`` has all of it as a table.
+    ``device`` is empty where the block has not been entered and none was named. ``budget_bytes`` is the limit for
+    activations or device, None when there was none (watch only); ``steps_over`` counts steps that were over it by more
+    than one percent. ``modes`` and ``evictions`` count steps by mode and evictions by action.
+    ``unevicted_peak_activation_bytes`` is what the peak would have been had nothing been evicted,
+    ``encoded_bytes_saved`` what encoded forms took less. ``stall_ns`` went into waiting for copies and encoding,
+    ``overhead_ns`` into Delta's own hooks and decisions, replays and stalls left out. ``oom_rescues`` counts ops that
+    found no device memory and ran once more after evictions. ``plans`` counts plans made, and plans found again when a
+    step began; ``longest_plan_ns`` is the longest that took. ``str()`` has all of it as a table.
     """
 
     policy: str
@@ -41,6 +42,7 @@ class Report:
     unevicted_peak_activation_bytes: int = 0
     peak_device_bytes: int = 0
     budget_bytes: int | None = None
+    steps_over: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     recomputed_bytes: int = 0
@@ -72,7 +74,7 @@ class Report:
             ("peak activations", format_bytes(self.peak_activation_bytes) + self._share()),
             ("unevicted peak", format_bytes(self.unevicted_peak_activation_bytes)),
             ("peak device memory", format_bytes(self.peak_device_bytes)),
-            ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
+            ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes) + self._over()),
             ("swapped out / in", f"{format_bytes(self.swapped_out_bytes)} / {format_bytes(self.swapped_in_bytes)}"),
             ("recomputed", f"{format_bytes(self.recomputed_bytes)} in {format_ns(self.recompute_ns)}"),
             ("saved by encoding", format_bytes(self.encoded_bytes_saved)),
@@ -82,6 +84,9 @@ class Report:
             ("evictions", _counts(sum(self.evictions.values()), self.evictions)),
             ("OOM rescues", str(self.oom_rescues)),
         ]
+
+    def _over(self) -> str:
+        return f", not held in {self.steps_over} of the steps" if self.steps_over else ""
 
     def _share(self) -> str:
         if not self.unevicted_peak_activation_bytes:

@@ -9,6 +9,8 @@ from delta.record import Record
 from delta.types import Kind
 from delta.units import format_bytes
 
+_REMEDIES = "a larger budget, a smaller batch, or a policy that may evict more (director.actions, filter.min_bytes)"
+
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
@@ -27,21 +29,32 @@ class Shortage:
         return self.needed_bytes - self.limit_bytes
 
     def __str__(self) -> str:
-        limit, budget = format_bytes(self.limit_bytes), f"{format_bytes(self.limit_bytes)} for {self.on}"
-        left = ""
+        """Of a limit that is an error where it is not held."""
+        return f"{self._budget} cannot be held: {self._why} Give {_REMEDIES}."
+
+    def in_step(self, index: int) -> str:
+        """Of one that was not held in a step."""
+        return (
+            f"{self._budget} was not held in step {index}: {self._why} What came for the first time may bring one step "
+            f"over it; where `steps_over` of the report goes on to grow, give {_REMEDIES}."
+        )
+
+    @property
+    def _budget(self) -> str:
         if self.device_bytes is not None:
-            budget = f"{format_bytes(self.device_bytes)} for the device"
+            return f"the budget of {format_bytes(self.device_bytes)} for the device"
+        return f"the budget of {format_bytes(self.limit_bytes)} for {self.on}"
+
+    @property
+    def _why(self) -> str:
+        limit, left = format_bytes(self.limit_bytes), ""
+        if self.device_bytes is not None:
             beside, reserve = format_bytes(self.beside_bytes), format_bytes(self.reserve_bytes)
             left = (
                 f"{beside} are in use for other things, {reserve} are kept in reserve, which leaves {limit} for saved "
                 "activations, of which "
             )
-        return (
-            f"the budget of {budget} cannot be held: {left}"
-            f"{format_bytes(self.needed_bytes)} have to be resident at once, made up of {self.parts}. "
-            "Give a larger budget, a smaller batch, or a policy that may evict more (director.actions, "
-            "filter.min_bytes)."
-        )
+        return f"{left}{format_bytes(self.needed_bytes)} have to be resident at once, made up of {self.parts}."
 
 
 def parts_of(records: Iterable[Record], coming_bytes: int, min_bytes: int) -> str:

@@ -12,6 +12,7 @@ class Totals:
     """Counted over the whole run."""
 
     steps: int = 0
+    steps_over: int = 0  # that did not hold their limit
     modes: dict[str, int] = field(default_factory=dict)
     evictions: dict[str, int] = field(default_factory=dict)
     swapped_out_bytes: int = 0

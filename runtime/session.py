@@ -218,6 +218,7 @@ class evict(ContextDecorator):
                 ),
                 peak_device_bytes=core.gauge.peak_bytes,
                 budget_bytes=engine.told_budget_bytes,
+                steps_over=totals.steps_over,
                 swapped_out_bytes=totals.swapped_out_bytes,
                 swapped_in_bytes=totals.swapped_in_bytes,
                 recomputed_bytes=totals.recomputed_bytes,

@@ -915,7 +915,8 @@ def test_a_budget_that_was_not_held_is_warned_of_once_when_the_step_has_ended():
             assert toy.engine.totals.warnings == []
         toy.use(base, base + 5)
         (text,) = toy.engine.totals.warnings
-        assert text.startswith("the budget of 500 B for saved activations cannot be held: ")
+        assert text.startswith("the budget of 500 B for saved activations was not held in step 0: ")
+        assert toy.engine.totals.steps_over == base // 10 + 1
         assert "600 B inputs of the step" in text
 
 
@@ -940,6 +941,7 @@ def test_a_budget_that_held_in_the_end_is_not_complained_of():
     toy.save(0, 0)
     toy.use(0, 5)
     assert toy.engine.totals.warnings == []
+    assert toy.engine.totals.steps_over == 0
 
 
 def test_what_is_in_use_is_a_part_of_the_floor():
@@ -975,7 +977,7 @@ def test_a_first_step_under_a_share_that_was_over_it_is_warned_of_when_the_share
     for record in (3, 2, 1):
         toy.use(record, 50)
     (text,) = toy.engine.totals.warnings
-    assert text.startswith("the budget of 120 B for saved activations cannot be held: 300 B have to be resident")
+    assert text.startswith("the budget of 120 B for saved activations was not held in step 0: 300 B have to be")
 
 
 def test_a_storage_larger_than_any_before_finds_room_before_it_counts():

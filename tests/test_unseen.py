@@ -98,7 +98,7 @@ def test_weights_that_are_given_other_data_after_each_step(policy: str) -> None:
         assert same(run(), plain)
     report = told.report()
     assert report.peak_activation_bytes <= 0.4 * report.unevicted_peak_activation_bytes
-    assert not any("cannot be held" in warning for warning in report.warnings)
+    assert report.steps_over == 0
 
 
 def test_what_the_program_still_has_keeps_no_room_on_the_host() -> None:
