@@ -91,6 +91,10 @@ class Candidates:
             and rec.nbytes >= self._least_bytes
         )
 
+    def evictable(self, rec: Record) -> bool:
+        """Whether the record could go now, under this policy."""
+        return bool(self._possible(rec))
+
     def in_use(self, rec: Record) -> bool:
         """Whether a replay reads the record now, or others than Delta use its storage."""
         return rec.pins > 0 or rec.id in self._used

@@ -379,7 +379,7 @@ class Room:
 
     def _shortage(self, limit_bytes: int, needed_bytes: int, coming_bytes: int) -> Shortage:
         records = self._ledger.records.values()
-        parts = parts_of(records, coming_bytes, self._policy.filter.min_bytes)
+        parts = parts_of(records, coming_bytes, self._policy.filter.min_bytes, self.candidates.evictable)
         shortage, budget = Shortage(limit_bytes, needed_bytes, parts), self._budget
         if self._headroom is None:
             return shortage

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from delta.record import Record
+from delta.record import Host, Record
 from delta.types import Kind
 from delta.units import format_bytes
 
@@ -57,11 +57,12 @@ class Shortage:
         return f"{left}{format_bytes(self.needed_bytes)} have to be resident at once, made up of {self.parts}."
 
 
-def parts_of(records: Iterable[Record], coming_bytes: int, min_bytes: int) -> str:
-    """What is resident and cannot go, by the reason; `coming_bytes` are not there yet."""
+def parts_of(records: Iterable[Record], coming_bytes: int, min_bytes: int, evictable: Callable[[Record], bool]) -> str:
+    """What is resident, by the reason why it has not gone; `coming_bytes` are not there yet."""
     parts = {"what the next op makes": coming_bytes}
     parts |= {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}
-    parts |= {"still used by the program": 0, "not evictable under this policy": 0, "encoded forms": 0}
+    parts |= {"still used by the program": 0, "on the way out or back": 0, "about to go": 0}
+    parts |= {"not evictable under this policy": 0, "encoded forms": 0}
     for rec in records:
         parts["encoded forms"] += rec.encoded_bytes
         if not rec.counted:
@@ -74,6 +75,10 @@ def parts_of(records: Iterable[Record], coming_bytes: int, min_bytes: int) -> st
             parts["smaller than filter.min_bytes"] += rec.nbytes
         elif not rec.held:
             parts["still used by the program"] += rec.nbytes
+        elif rec.host in (Host.LEAVING, Host.COMING):
+            parts["on the way out or back"] += rec.nbytes
+        elif evictable(rec):
+            parts["about to go"] += rec.nbytes
         else:
             parts["not evictable under this policy"] += rec.nbytes
     said = [f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes]

@@ -15,7 +15,6 @@ import gc
 import itertools
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -56,6 +55,7 @@ from delta.runtime.watch import Watch
 from delta.runtime.writes import Writes, filled_unseen
 from delta.timeline import Timeline
 from delta.types import Instruction, Kind, Look, OpInfo
+from delta.warned import warn
 
 
 def _nothing(*_: object) -> None:
@@ -501,7 +501,7 @@ class Core(Entrance):
         told = totals.warnings
         while self._warned < len(told):
             self._warned += 1
-            warnings.warn(told[self._warned - 1], RuntimeWarning, stacklevel=2)
+            warn(told[self._warned - 1])
         if totals.failed is not None:
             self.engine.raise_failed()
 

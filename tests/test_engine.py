@@ -920,6 +920,20 @@ def test_a_budget_that_was_not_held_is_warned_of_once_when_the_step_has_ended():
         assert "600 B inputs of the step" in text
 
 
+def test_what_goes_or_can_go_is_not_called_unevictable():
+    """Under 100 bytes, when the second of two storages of 100 has been saved: the copy out of the first goes on, and
+    the second has just been asked to follow."""
+    toy = Toy(100, SWAP)
+    toy.slow = True
+    forward(toy, 2)
+    toy.let_go(1, 2)
+    toy.use(2, 30)
+    toy.use(1, 40)
+    (text,) = toy.engine.totals.warnings
+    parts = text.partition("made up of ")[2].partition(". ")[0].split(", ")
+    assert parts == ["100 B on the way out or back", "100 B about to go"]
+
+
 def test_what_is_resident_is_added_up_only_until_that_has_been_told(monkeypatch):
     """In a step that cannot be held that would be all records, at each of their saves."""
     summed = []

@@ -128,11 +128,13 @@ def test_a_step_of_nothing_else_becomes_idle() -> None:
 
 def test_a_step_of_nothing_else_over_its_limit_is_told_of() -> None:
     with (
-        pytest.warns(RuntimeWarning, match="smaller than filter.min_bytes"),
+        pytest.warns(RuntimeWarning, match="smaller than filter.min_bytes") as caught,
         delta.evict(activations=10, device="cpu") as run,
     ):
         for _ in range(3):
             tower()
+    (warning,) = caught
+    assert warning.filename == tower.__code__.co_filename, "neither Delta's nor torch's, from whose backward it came"
     assert run.report().steps == 3 and not run.report().evictions
 
 

@@ -7,7 +7,6 @@ disk that fills up ends the timeline with one warning, never the training.
 import gzip
 import json
 import os
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any, TextIO, cast
 
 from delta.errors import TimelineError
 from delta.timeline.format import EVENTS, VERSION, VERSION_KEY, Event, Header
+from delta.warned import warn
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -77,7 +77,7 @@ class Timeline:
             file.close()
 
     def _warn(self, error: OSError) -> None:
-        warnings.warn(f"timeline {self.path!r} ends here, writing failed: {error}", RuntimeWarning, stacklevel=2)
+        warn(f"timeline {self.path!r} ends here, writing failed: {error}")
 
 
 def _open(path: str) -> TextIO:
