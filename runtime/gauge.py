@@ -17,6 +17,7 @@ class Gauge:
         self.on = engine.budget.device_bytes is not None
         # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
         self.closely = self.on and device.hoards
+        self._kept_bytes = 0  # by the allocator, as far as is known
 
     def look(self, own: bool = False, uncounted_bytes: int = 0) -> None:
         """Tell the engine what is in use; `own`: after Delta's own work. `uncounted_bytes`: of what is being saved, and
@@ -30,6 +31,7 @@ class Gauge:
         if used - now > _KEPT_BYTES and used + self._engine.working_bytes > budget.whole_bytes:
             device.trim()
             used = device.used_bytes()
+        self._kept_bytes = used - now
         if used > budget.whole_bytes:
             now = max(now, used)
         # A card's peak since the last look may be more than there was: it is the most that can have been.
@@ -38,6 +40,14 @@ class Gauge:
             self._engine.settled(now, uncounted_bytes)
         else:
             self._engine.looked(now, max(now, peak), uncounted_bytes)
+
+    def make_way(self, nbytes: int) -> None:
+        """Delta is about to ask for so much, which may not fit into what the allocator keeps."""
+        if self._kept_bytes <= _KEPT_BYTES:
+            return
+        if self._device.used_bytes() + nbytes > self._engine.budget.whole_bytes:
+            self._device.trim()
+            self._kept_bytes = 0
 
     def sample_bytes(self) -> int:
         """What is in use now, whatever the budget is on."""

@@ -78,6 +78,7 @@ class MadeAgain:
                         written = note.overwritten or _nobody_s(note, uses)
                         if not self._has_room(passing_bytes + (0 if written else note.nbytes)):
                             return False
+                        self._core.gauge.make_way(note.nbytes)
                         passing_bytes = self._replay(note, uses, written, passing_bytes)
         return True
 

@@ -44,6 +44,7 @@ class Rematerialiser:
         core.writes.refuse_unseen(op)
         wanted, stolen = engine.replays.made_again(op), engine.replays.stealable(op)
         recipe = next(slot.recipe for r in op.outputs if (slot := core.slots.get(r)) is not None and slot.recipe)
+        core.gauge.make_way(sum(product.nbytes for product in recipe.products))
         began_ns = core.begins()
         with only_lowest(core.modes_below):
             storages = self._storages(op, recipe, there, stolen, wanted)

@@ -100,6 +100,7 @@ class Swap:
         assert slot.block is not None
         if inbox.notes and not inbox.emptying:
             inbox.empty()  # what has just gone to make room for it counts no more
+        self._core.gauge.make_way(slot.block.nbytes)
         try:
             with torch._C._DisableTorchDispatch():
                 slot.coming = self._core.device.copy_in(slot.block)

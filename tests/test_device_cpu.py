@@ -19,7 +19,7 @@ from delta.runtime.device import make_device
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.device.worker import Job, Worker
 from delta.runtime.pieces import BLOCK_BYTES
-from delta.runtime.rawmem import as_bytes, heap_bytes, peak_resident_bytes
+from delta.runtime.rawmem import HugePages, as_bytes, heap_bytes, peak_resident_bytes
 from delta.units import Share
 
 MIB = 2**20
@@ -232,6 +232,18 @@ def test_resident_memory_falls_at_once_only_under_a_budget(device: CpuDevice, ca
     device.release(storage)
     fell = before - device.used_bytes()
     assert fell > 30 * MIB if capped else fell < 2 * MIB
+
+
+@pytest.mark.parametrize("capped", [True, False])
+def test_only_under_a_budget_the_heap_asks_for_huge_pages(
+    monkeypatch: pytest.MonkeyPatch, device: CpuDevice, capped: bool
+) -> None:
+    """When the block begins, and whenever something is faulted in anew after it."""
+    asked = []
+    monkeypatch.setattr(HugePages, "ask", lambda pages: asked.append(pages))
+    device.cap(MIB if capped else None)
+    device.trim()
+    assert len(asked) == (2 if capped else 0)
 
 
 def test_release_spares_what_a_tensor_shares(device: CpuDevice) -> None:

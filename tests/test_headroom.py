@@ -40,6 +40,7 @@ from delta.types import Action, Kind, Link, Mode, SwapIn
 BASE = 1000  # parameters and the like
 LINK, KEPT = Link(1e9, 1e9), (Action.KEEP, Action.KEEP)
 SIZE = 100
+MIB = 2**20
 
 
 class Machine(Toy):
@@ -540,6 +541,47 @@ def test_a_peak_between_two_looks_is_in_the_report_where_the_device_is_sure_of_i
     assert gauge.peak_bytes == peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("hoards", "used_mib", "kept_mib", "made_mib", "trims"),
+    [
+        pytest.param(True, 790, 90, 20, 1, id="no room beside what is kept"),
+        pytest.param(True, 770, 90, 20, 0, id="room beside it"),
+        pytest.param(True, 790, 4, 20, 0, id="hardly anything is kept"),
+        pytest.param(False, 790, 90, 20, 0, id="a card"),
+    ],
+)
+def test_what_the_heap_keeps_makes_way_for_what_is_made_again(hoards, used_mib, kept_mib, made_mib, trims):
+    """Under 800 MiB, of which nothing is known that the program takes. Once trimmed nothing more is there to be."""
+    engine = Toy(Budget(device_bytes=800 * MIB)).engine
+    now, trimmed = (used_mib - kept_mib) * MIB, []
+    device = SimpleNamespace(
+        hoards=hoards, in_use=lambda: (now, now), used_bytes=lambda: used_mib * MIB, trim=lambda: trimmed.append(1)
+    )
+    gauge = Gauge(engine, device)
+    gauge.look()
+    for _ in range(2):
+        gauge.make_way(made_mib * MIB)
+    assert len(trimmed) == trims
+
+
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+def test_what_the_heap_keeps_makes_way_for_every_copy_back_and_replay(monkeypatch, policy):
+    """Those of observed steps, and those of steps that follow their routine."""
+    net, asked = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())]), []
+    monkeypatch.setattr(Gauge, "make_way", lambda gauge, nbytes: asked.append(nbytes))
+    chosen = delta.load_policy(policy, {"filter.min_bytes": 4096})
+    back_bytes = 0
+    with delta.evict(net, activations="60%", policy=chosen, device="cpu") as run:
+        for _ in range(8):
+            net(torch.randn(256, 64)).square().mean().backward()
+            net.zero_grad()
+            report, before_bytes = run.report(), back_bytes
+            back_bytes = report.swapped_in_bytes + report.recomputed_bytes
+            assert sum(asked) >= back_bytes - before_bytes > 0
+            asked.clear()
+    assert report.modes["planned"] >= 3
+
+
 def test_beside_of_two_steps():
     one, two = Beside(Track([1], [3]), Track([2], [0])), Beside(Track([4], [1]), Track([5], [6]))
     assert two.after(one) == Beside(Track([4], [3]), Track([5], [6]))
@@ -772,9 +814,6 @@ def deep(rows: Iterable[int], large: bool = False, head: bool = False) -> Iterat
             x = nn.functional.log_softmax(torch.cat([x] * 3, 1), 1)
         x.square().mean().backward()
         yield float(x.detach().sum())
-
-
-MIB = 2**20
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from delta.runtime import rawmem
-from delta.runtime.rawmem import AlignedBuffer, ResidentMeter, as_bytes, drop_pages, sole_owner, tensor_at
+from delta.runtime.rawmem import AlignedBuffer, HugePages, ResidentMeter, as_bytes, drop_pages, sole_owner, tensor_at
 
 MIB = 2**20
 
@@ -88,6 +89,40 @@ def test_the_setting_gives_the_heap_huge_pages() -> None:
     maps = subprocess.run([sys.executable, "-c", script], env=settings, capture_output=True, text=True, check=True)
     assert "VmFlags" in maps.stdout
     assert any("hg" in line.split() for line in maps.stdout.splitlines() if line.startswith("VmFlags:"))
+
+
+@pytest.mark.parametrize("given", ["[madvise]", "[always]", "[never]", None])
+def test_the_heap_asks_for_huge_pages_where_that_is_how_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+) -> None:
+    """Once for what is there, and once more when it has grown."""
+    if given is not None:
+        (tmp_path / "enabled").write_text(f"some {given} others\n")
+    (tmp_path / "maps").write_text(
+        "1000-2000 r--p 0 0 0 /bin/a\n400000-500000 rw-p 0 0 0    [heap]\n500000-600000 [heap]\n"
+    )
+    monkeypatch.setattr(rawmem, "_HUGE_PAGES_STATE", tmp_path / "enabled")
+    monkeypatch.setattr(rawmem, "_MAPS", tmp_path / "maps")
+    ends, asked = [0x600123, 0x600123, 0x700000], []
+    monkeypatch.setattr(rawmem, "_heap_end", lambda: ends.pop(0))
+    library = SimpleNamespace(madvise=lambda start, nbytes, advice: asked.append((start.value, nbytes.value, advice)))
+    monkeypatch.setattr(rawmem, "_libc", lambda: library)
+    pages = HugePages()
+    for _ in range(3):
+        pages.ask()
+    told = [(0x400000, 0x200000, mmap.MADV_HUGEPAGE), (0x400000, 0x300000, mmap.MADV_HUGEPAGE)]
+    assert asked == (told if given == "[madvise]" else [])
+
+
+def test_the_heap_has_asked_for_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start = rawmem._heap_start()
+    if start is None or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("there is no heap to be found, or the system has no huge pages to ask for")
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    monkeypatch.setattr(rawmem, "_HUGE_PAGES_STATE", tmp_path / "enabled")
+    HugePages().ask()
+    assert "hg" in flags_at(start)
+    assert "hg" in flags_at(rawmem._heap_end() - 1)
 
 
 def test_as_bytes_shares() -> None:

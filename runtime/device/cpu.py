@@ -21,6 +21,7 @@ from delta.runtime.landing import landing
 from delta.runtime.monitor import host_facts
 from delta.runtime.pieces import BLOCK_BYTES
 from delta.runtime.rawmem import (
+    HugePages,
     ResidentMeter,
     drop_pages,
     heap_bytes,
@@ -64,6 +65,7 @@ class CpuDevice:
         self._clock = WallClock()
         self._meter = ResidentMeter()
         self._budget_bytes: int | None = None
+        self._huge_pages: HugePages | None = None
         self._beside_heap_bytes: int | None = None  # resident when nothing was merely kept
         self._peak_bytes = peak_resident_bytes()
 
@@ -164,6 +166,8 @@ class CpuDevice:
 
     def trim(self) -> None:
         trim_heap()
+        if self._huge_pages is not None:
+            self._huge_pages.ask()
         given_out = heap_bytes()
         if given_out is not None:  # which may not all be resident yet: the most that was ever seen counts
             beside_bytes = self._meter.read_bytes() - given_out
@@ -181,6 +185,7 @@ class CpuDevice:
     def cap(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
         if budget_bytes is not None:
+            self._huge_pages = HugePages()
             self.trim()
 
     def enforce(self, on: bool) -> None:
