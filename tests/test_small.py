@@ -135,7 +135,7 @@ def test_a_step_of_nothing_else_over_its_limit_is_told_of() -> None:
             tower()
     (warning,) = caught
     assert warning.filename == tower.__code__.co_filename, "neither Delta's nor torch's, from whose backward it came"
-    assert run.report().steps == 3 and not run.report().evictions
+    assert run.report().steps == run.report().steps_over == 3 and not run.report().evictions
 
 
 def test_a_step_ends_with_its_last_saved_tensor_be_it_small(session: Core) -> None:
