@@ -18,8 +18,9 @@ from delta.planner import Plan
 from delta.planner.assemble import plan_of
 from delta.planner.steplog import Moves, build_graph
 from delta.profile import Profile
-from delta.record import Host
+from delta.record import Host, Record
 from delta.routine import Routine
+from delta.shortage import parts_of
 from delta.types import (
     Action,
     AwaitIn,
@@ -918,6 +919,14 @@ def test_a_budget_that_was_not_held_is_warned_of_once_when_the_step_has_ended():
         assert text.startswith("the budget of 500 B for saved activations was not held in step 0: ")
         assert toy.engine.totals.steps_over == base // 10 + 1
         assert "600 B inputs of the step" in text
+
+
+def test_copies_either_way_are_told_of_as_such():
+    records = [
+        Record(1, 100, Kind.ACTIVATION, handles=1, held=True, host=Host.LEAVING),
+        Record(2, 200, Kind.ACTIVATION, handles=1, held=True, host=Host.COMING),
+    ]
+    assert parts_of(records, 0, 0, lambda rec: False) == "300 B on the way out or back"
 
 
 def test_what_goes_or_can_go_is_not_called_unevictable():
