@@ -76,9 +76,10 @@ class MadeAgain:
                 with under(settings):
                     for note in notes:
                         written = note.overwritten or _nobody_s(note, uses)
-                        if not self._has_room(passing_bytes + (0 if written else note.nbytes)):
+                        new_bytes = 0 if written else note.nbytes
+                        if not self._has_room(passing_bytes + new_bytes):
                             return False
-                        self._core.gauge.make_way(note.nbytes)
+                        self._core.gauge.make_way(new_bytes)
                         passing_bytes = self._replay(note, uses, written, passing_bytes)
         return True
 

@@ -238,7 +238,7 @@ def test_resident_memory_falls_at_once_only_under_a_budget(device: CpuDevice, ca
 def test_only_under_a_budget_the_heap_asks_for_huge_pages(
     monkeypatch: pytest.MonkeyPatch, device: CpuDevice, capped: bool
 ) -> None:
-    """When the block begins, and whenever something is faulted in anew after it."""
+    """When the block begins, and whenever something will be faulted in anew."""
     asked = []
     monkeypatch.setattr(HugePages, "ask", lambda pages: asked.append(pages))
     device.cap(MIB if capped else None)

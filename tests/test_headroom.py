@@ -566,8 +566,8 @@ def test_what_the_heap_keeps_makes_way_for_what_is_made_again(hoards, used_mib, 
 
 @pytest.mark.parametrize("policy", ["swap", "recompute"])
 def test_what_the_heap_keeps_makes_way_for_every_copy_back_and_replay(monkeypatch, policy):
-    """Those of observed steps, and those of steps that follow their routine."""
-    net, asked = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())]), []
+    """Those of observed steps, and those of steps that follow their routine. None is made in the place of another."""
+    net, asked = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(64, 64), nn.Softmax(1))]), []
     monkeypatch.setattr(Gauge, "make_way", lambda gauge, nbytes: asked.append(nbytes))
     chosen = delta.load_policy(policy, {"filter.min_bytes": 4096})
     back_bytes = 0
@@ -611,13 +611,15 @@ def test_a_process_stays_within_its_budget_from_the_first_step_on():
 
     Alone on the machine: beside other tests whole runs were up to 7 % over the budget, for a reason that is not known.
     Backward of that op makes two such temporaries, one after the other. Where the first one fills a hole of the heap,
-    the second may not fit in again, and lies beside what the heap keeps: so it was in 26 of 169 runs of twelve
-    steps, and a warning tells of it. The plan leaves room for it from then on."""
+    the second may not fit in again, and lies beside what the heap keeps, which a warning tells of: in 26 of 169
+    runs of twelve steps one was over by that much, and for that in all 19 that were looked into. The plan leaves room
+    for it from then on."""
     command = [sys.executable, str(Path(__file__).with_name("device_budget_worker.py")), str(230 * 2**20), "9"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     told = json.loads(done.stdout)
     assert told["evictions"] > 0
-    assert median(told["peaks"][2:]) <= told["budget"]
+    assert median(told["peaks"]) <= told["budget"]
+    assert told["peaks"][0] <= told["budget"]
     over = [peak - told["budget"] for peak in told["peaks"] if peak > engine.MISSED * told["budget"]]
     assert len(over) <= 1
     assert max(over, default=0) <= WORKING_BYTES

@@ -134,7 +134,7 @@ def test_a_step_of_nothing_else_over_its_limit_is_told_of() -> None:
         for _ in range(3):
             tower()
     (warning,) = caught
-    assert warning.filename == tower.__code__.co_filename, "neither Delta's nor torch's, from whose backward it came"
+    assert warning.filename == tower.__code__.co_filename, "not one of Delta's"
     assert run.report().steps == run.report().steps_over == 3 and not run.report().evictions
 
 
