@@ -197,10 +197,10 @@ class Engine:
         """What the program may take and give back before the next look."""
         return self._headroom.working_bytes if self._headroom is not None else 0
 
-    def settled(self, now_bytes: int, uncounted_bytes: int = 0) -> None:
-        """After Delta's own work, the device has this much in use."""
+    def settled(self, now_bytes: int, peak_bytes: int, uncounted_bytes: int = 0) -> None:
+        """After Delta's own work, the device has `now_bytes` in use, and had up to `peak_bytes` meanwhile."""
         if self._headroom is not None:
-            self._headroom.settled(now_bytes, uncounted_bytes)
+            self._headroom.settled(now_bytes, peak_bytes, uncounted_bytes)
 
     # -- forward --------------------------------------------------------------------------------------------------
     def created(self, record: int, nbytes: int, kind: Kind, now_ns: int) -> None:
@@ -549,6 +549,11 @@ class Engine:
     def pressure(self, now_ns: int, coming_bytes: int = 0) -> list[Instruction]:
         """The limit may have changed (a device budget follows what else is in use), or so much more is to come."""
         return self._room.make(coming_bytes, now_ns)
+
+    @property
+    def observes(self) -> bool:
+        """Whether steps of this kind will be planned by what is seen of the one under way to be in use."""
+        return self._by_position is not None and self.learner.in_step and self.learner.measures
 
     @property
     def asks_ahead(self) -> bool:

@@ -64,13 +64,17 @@ class HeadRoom:
         self._level(now_bytes, resident_bytes + uncounted_bytes)
         self._looked = True
 
-    def settled(self, now_bytes: int, uncounted_bytes: int = 0) -> None:
-        """The same after Delta's own work, in which what is counted went up and down."""
+    def settled(self, now_bytes: int, peak_bytes: int, uncounted_bytes: int = 0) -> None:
+        """The same after Delta's own work, in which what is counted went up or down: what an op takes that is replayed
+        is beside all that counts by then."""
         counted_bytes = self._ledger.resident_bytes + uncounted_bytes
+        most_counted_bytes = max(counted_bytes, self._resident_bytes)
         self._used(now_bytes, counted_bytes)
+        self._used(peak_bytes, most_counted_bytes)
         self._level(now_bytes, counted_bytes)
         if self._at is not None:
-            self._at.reached(self._level_bytes)
+            working_bytes = self._at.reached(max(self._level_bytes, peak_bytes - most_counted_bytes))
+            self._working_bytes = max(self._working_bytes, working_bytes)
 
     def _level(self, now_bytes: int, resident_bytes: int) -> None:
         self._resident_bytes = resident_bytes

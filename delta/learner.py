@@ -105,6 +105,12 @@ class Learner(Underway):
         return not profile.idle and profile.refined < REFINEMENTS
 
     @property
+    def measures(self) -> bool:
+        """Whether what the step under way uses beside counted activations is still to be found out: that of the first
+        steps of a kind, or by which others are foretold."""
+        return self.is_timed or (self.current is None and self.sizes is None)
+
+    @property
     def all_idle(self) -> bool:
         """Whether every kind of step seen so far fitted."""
         return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)

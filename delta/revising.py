@@ -188,7 +188,9 @@ class Revising:
             profile.went(refine(known, self._graph(ended.log), late), ended.log.course)
             again = not exact or profile.graph.ops != known.ops
         rise_bytes, fall_bytes = _beside_moved(profile, ended)
-        if rise_bytes > MOVED * limit_bytes and profile.tightened < TIGHTENINGS:
+        # Where there was room for it, a better plan would be one for what is measured a little otherwise each time.
+        felt = outcome.over or outcome.strays or ended.late
+        if felt and rise_bytes > MOVED * limit_bytes and profile.tightened < TIGHTENINGS:
             profile.tightened += 1
             again = True
         elif outcome.over and not exact and profile.can_tighten:

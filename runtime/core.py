@@ -467,6 +467,7 @@ class Core(Entrance):
         self.attached.step_ended()
         self.kept.step_ended()
         self.noted.step_ended()
+        self.gauge.step_ended()
         if self.engine.settles:
             self.device.trim_host()
         self.timeline.flush()

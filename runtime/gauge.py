@@ -17,6 +17,7 @@ class Gauge:
         self.on = engine.budget.device_bytes is not None
         # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
         self.closely = self.on and device.hoards
+        self._watching = False  # what is in use between two looks
         self._kept_bytes = 0  # by the allocator, as far as is known
 
     def look(self, own: bool = False, uncounted_bytes: int = 0) -> None:
@@ -25,10 +26,15 @@ class Gauge:
         budget, device = self._engine.budget, self._device
         if not self.on:
             return
+        if self.closely and not self._watching and self._engine.routine is None:
+            self._watching = True
+            device.watch_peaks(True)
         now, peak = device.in_use()
         used = device.used_bytes() if device.hoards else now
         # What the allocator merely keeps is neither an activation nor in use, and the next op may not fit into it.
-        if used - now > _KEPT_BYTES and used + self._engine.working_bytes > budget.whole_bytes:
+        if used - now > _KEPT_BYTES and (
+            self._engine.observes or used + self._engine.working_bytes > budget.whole_bytes
+        ):
             device.trim()
             used = device.used_bytes()
         self._kept_bytes = used - now
@@ -37,9 +43,15 @@ class Gauge:
         # A card's peak since the last look may be more than there was: it is the most that can have been.
         self.peak_bytes = max(self.peak_bytes, used, peak if device.hoards else 0)
         if own:
-            self._engine.settled(now, uncounted_bytes)
+            self._engine.settled(now, peak if device.hoards else now, uncounted_bytes)
         else:
             self._engine.looked(now, max(now, peak), uncounted_bytes)
+
+    def step_ended(self) -> None:
+        """Where the next step goes by its routine, it is known what ops take."""
+        if self._watching:
+            self._watching = False
+            self._device.watch_peaks(False)
 
     def make_way(self, nbytes: int) -> None:
         """Delta is about to ask for so much, which may not fit into what the allocator keeps."""

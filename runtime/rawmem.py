@@ -209,7 +209,8 @@ class _HeapFacts(ctypes.Structure):
 
 @functools.cache
 def _mallinfo() -> Callable[[], _HeapFacts] | None:
-    found = getattr(_libc(), "mallinfo2", None)
+    # With the interpreter's lock, so that who has looked can say of when that is.
+    found = getattr(ctypes.PyDLL(None), "mallinfo2", None)
     if found is None:
         return None
     found.restype = _HeapFacts

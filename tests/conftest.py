@@ -134,7 +134,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> int:
             engine = gauge._engine
             now_bytes = beside_bytes + engine.ledger.resident_bytes + uncounted_bytes
             if own:
-                engine.settled(now_bytes, uncounted_bytes)
+                engine.settled(now_bytes, now_bytes, uncounted_bytes)
             else:
                 engine.looked(now_bytes, now_bytes, uncounted_bytes)
 

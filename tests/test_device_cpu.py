@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import delta
 from delta.config import HostConfig
 from delta.errors import HostFullError, PolicyError, SwapError
-from delta.runtime.device import make_device
+from delta.runtime.device import cpu, make_device
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.device.worker import Job, Worker
 from delta.runtime.pieces import BLOCK_BYTES
@@ -293,6 +294,99 @@ def test_a_peak_that_was_higher_than_any_before_is_seen(device: CpuDevice) -> No
         risen = peak - before
         assert now - before < 16 * MIB
         assert risen > 48 * MIB if nbytes > MIB else risen < 16 * MIB
+
+
+def test_a_peak_below_an_earlier_one_is_seen_only_where_peaks_are_watched(device: CpuDevice) -> None:
+    """By another thread, while an op runs: here one that waits."""
+    if heap_bytes() is None:
+        pytest.skip("the C library does not say")
+    del (highest := [torch.ones(64 * MIB)])[0]  # the most that there will be in this test
+    device.cap(1)
+
+    def risen() -> int:
+        device.trim()
+        before = device.in_use()[0]
+        tensor = torch.ones(8 * MIB)
+        time.sleep(0.2)
+        del tensor
+        return device.in_use()[1] - before
+
+    assert risen() < 8 * MIB
+    device.watch_peaks(True)
+    assert 30 * MIB < risen() < 40 * MIB
+    device.watch_peaks(False)
+    assert risen() < 8 * MIB
+    del highest
+
+
+# In MiB: the limit; what is resident beside the heap; what the heap had given out, and kept, at the look before; the
+# most it gave out since and the most that was resident, as the watch saw them; Linux's mark, 700 before; what the heap
+# has given out and keeps now; the peak.
+@pytest.mark.parametrize(
+    ("budget", "beside", "before", "kept", "given_out", "resident", "mark", "now", "keeps", "peak"),
+    [
+        pytest.param(900, 100, 200, 0, 0, 0, 700, 210, 0, 310, id="nobody watches"),
+        pytest.param(900, 100, 200, 0, 260, 360, 700, 210, 0, 360, id="all that was given out was resident"),
+        pytest.param(900, 100, 200, 0, 260, 390, 700, 210, 0, 390, id="and another 30 where there was no hole for it"),
+        pytest.param(900, 100, 200, 50, 260, 360, 700, 210, 0, 360, id="what was kept was given out"),
+        pytest.param(900, 100, 200, 50, 220, 370, 700, 210, 0, 320, id="and was kept still"),
+        pytest.param(900, 100, 200, 0, 500, 310, 700, 210, 0, 310, id="what was given out was not written"),
+        pytest.param(900, 100, 200, 50, 0, 0, 720, 210, 400, 670, id="nobody watches but Linux"),
+        pytest.param(600, 100, 200, 50, 500, 650, 700, 210, 0, 650, id="over the budget all counts"),
+        pytest.param(600, 100, 200, 50, 0, 0, 720, 210, 0, 720, id="over it, and nobody watches"),
+        pytest.param(None, 100, 200, 50, 500, 650, 700, 210, 0, 600, id="no budget"),
+        pytest.param(900, None, 200, 0, 260, 390, 700, 210, 0, 390, id="what is beside the heap is not known"),
+    ],
+)
+def test_what_a_peak_is_where_the_heap_keeps_some(
+    device: CpuDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int | None,
+    beside: int | None,
+    before: int,
+    kept: int,
+    given_out: int,
+    resident: int,
+    mark: int,
+    now: int,
+    keeps: int,
+    peak: int,
+) -> None:
+    seen = {"given_out": before, "resident": before + (beside or 100) + kept, "mark": 700, "watched": (0, 0)}
+    monkeypatch.setattr(cpu, "heap_bytes", lambda: seen["given_out"] * MIB)
+    monkeypatch.setattr(cpu, "peak_resident_bytes", lambda: seen["mark"] * MIB)
+    monkeypatch.setattr(device._meter, "read_bytes", lambda: seen["resident"] * MIB)
+    monkeypatch.setattr(device._peak_watch, "take", lambda: tuple(nbytes * MIB for nbytes in seen["watched"]))
+    monkeypatch.setattr(device, "_budget_bytes", budget * MIB if budget is not None else None)
+    monkeypatch.setattr(device, "_beside_heap_bytes", beside * MIB if beside is not None else None)
+    device.in_use()
+    seen |= {
+        "given_out": now,
+        "resident": now + (beside or 100) + keeps,
+        "mark": mark,
+        "watched": (given_out, resident),
+    }
+    assert device.in_use() == ((now + (beside or 100)) * MIB, peak * MIB)
+
+
+def test_once_trimmed_nothing_is_kept(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is resident from then on is in use."""
+    device.cap(10**6 * MIB)
+    del (tensors := [torch.ones(MIB) for _ in range(16)])[::2]
+    device.in_use()
+    device.trim()
+    resident = device.used_bytes() + 50 * MIB
+    monkeypatch.setattr(device._peak_watch, "take", lambda: (0, resident))
+    assert device.in_use()[1] == resident
+    del tensors
+
+
+def test_no_thread_is_left_that_watches(device: CpuDevice) -> None:
+    """Who asks for it after the end gets none."""
+    device.watch_peaks(True)
+    device.stop()
+    device.watch_peaks(True)
+    assert "delta-peaks" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_what_is_being_read_back_is_in_use(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,10 @@ class Device(Protocol):
         """
         ...
 
+    def watch_peaks(self, on: bool) -> None:
+        """Whether `in_use` is to know of peaks as well as it can, which takes some of a processor's time (cpu)."""
+        ...
+
     def refusals(self) -> int:
         """How often the allocator has found no memory, as far as it counts that: whoever asked may have gone another
         way and said nothing.

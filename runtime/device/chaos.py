@@ -87,6 +87,9 @@ class ChaosDevice:
         used = self.used_bytes()
         return used, used
 
+    def watch_peaks(self, on: bool) -> None:
+        """What is resident beside the pretended device is not its own."""
+
     def refusals(self) -> int:
         return 0
 

@@ -17,6 +17,7 @@ from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, 
 from delta.runtime.device.contention import share_taken
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Rates, WallClock, limit_bytes, part_bytes
+from delta.runtime.device.peak_watch import PeakWatch
 from delta.runtime.landing import landing
 from delta.runtime.monitor import host_facts
 from delta.runtime.pieces import BLOCK_BYTES
@@ -68,6 +69,8 @@ class CpuDevice:
         self._huge_pages: HugePages | None = None
         self._beside_heap_bytes: int | None = None  # resident when nothing was merely kept
         self._peak_bytes = peak_resident_bytes()
+        self._kept_bytes = 0  # by the heap, at the last look
+        self._peak_watch = PeakWatch(self._meter)
 
     def capacity_bytes(self) -> int:
         return part_bytes(host_facts().total_bytes)
@@ -77,20 +80,32 @@ class CpuDevice:
 
     def in_use(self) -> tuple[int, int]:
         """The heap says what it has given out; all that is resident beside it is there to stay. What is being read back
-        becomes resident only as it comes. Of peaks only those are seen that were higher than any before, and what the
-        heap keeps now is taken to have been kept then, unless it was over the budget: that counts whatever it was.
+        becomes resident only as it comes.
+
+        A peak is what the heap had given out, or what was resident without what the heap had kept at the last look:
+        an op that makes a tensor, frees it and makes another does not always get the same place again. Seen are those
+        that `watch_peaks` sees, and one that was higher than any before. Over the budget, all that was resident counts.
         """
         coming = self._lane.coming_bytes
         resident, given_out = self._meter.read_bytes(), heap_bytes()
-        now = resident + coming
+        most_given_out, most_resident = self._peak_watch.take()
+        before, self._peak_bytes = self._peak_bytes, peak_resident_bytes()
+        if self._peak_bytes > before:
+            most_resident = self._peak_bytes
+        now, kept_before = resident + coming, self._kept_bytes
+        peak = most_resident
         if given_out is not None and self._beside_heap_bytes is not None:
             now = min(now, given_out + self._beside_heap_bytes)
-        before, self._peak_bytes = self._peak_bytes, peak_resident_bytes()
-        if self._peak_bytes <= before:
-            return now, now
-        over = self._budget_bytes is not None and self._peak_bytes > self._budget_bytes
-        kept = 0 if over else max(0, resident - now)
-        return now, max(now, self._peak_bytes - kept)
+        self._kept_bytes = max(0, resident - now)
+        if self._budget_bytes is None or most_resident <= self._budget_bytes:
+            peak = max(most_resident - kept_before, min(most_given_out + (self._beside_heap_bytes or 0), most_resident))
+        return now, max(now, peak)
+
+    def watch_peaks(self, on: bool) -> None:
+        if on:
+            self._peak_watch.start()
+        else:
+            self._peak_watch.stop()
 
     def refusals(self) -> int:
         return 0
@@ -172,6 +187,7 @@ class CpuDevice:
         if given_out is not None:  # which may not all be resident yet: the most that was ever seen counts
             beside_bytes = self._meter.read_bytes() - given_out
             self._beside_heap_bytes = max(self._beside_heap_bytes or 0, beside_bytes)
+        self._kept_bytes = 0
 
     def trim_host(self) -> None:
         """Nothing is pinned: what leaves the device goes to the disk."""
@@ -195,6 +211,7 @@ class CpuDevice:
         return run
 
     def stop(self) -> None:
+        self._peak_watch.close()
         self._lane.stop()
 
     def close(self) -> None:

@@ -129,6 +129,9 @@ class CudaDevice:
             most = min(most, now.peak_bytes)
         return now.now_bytes, max(now.now_bytes, most)
 
+    def watch_peaks(self, on: bool) -> None:
+        """The allocator counts them."""
+
     def refusals(self) -> int:
         return self._card.memory_use().refusals
 
