@@ -66,18 +66,25 @@ class Beside:
 
     saves: Track = field(default_factory=Track)
     needs: Track = field(default_factory=Track)
+    # By save order: the most of it that the making of the storage took, beside it. None where nobody tells it apart.
+    making: list[int] = field(default_factory=list)
 
     def after(self, earlier: Beside) -> Beside:
-        return Beside(self.saves.after(earlier.saves), self.needs.after(earlier.needs))
+        making = self.making
+        if len(making) == len(earlier.making):
+            making = list(map(max, making, earlier.making))
+        return Beside(self.saves.after(earlier.saves), self.needs.after(earlier.needs), making)
 
     def towards(self, other: Beside, part: Fraction) -> Beside:
-        return Beside(self.saves.towards(other.saves, part), self.needs.towards(other.needs, part))
+        making = [own + ceil((others - own) * part) for own, others in zip(self.making, other.making, strict=False)]
+        return Beside(self.saves.towards(other.saves, part), self.needs.towards(other.needs, part), making)
 
     def scaled(self, times: Fraction) -> Beside:
-        return Beside(self.saves.scaled(times), self.needs.scaled(times))
+        making = [ceil(nbytes * times) for nbytes in self.making]
+        return Beside(self.saves.scaled(times), self.needs.scaled(times), making)
 
     def raised(self, nbytes: int) -> Beside:
-        return Beside(self.saves.raised(nbytes), self.needs.raised(nbytes))
+        return Beside(self.saves.raised(nbytes), self.needs.raised(nbytes), self.making)
 
     @property
     def places(self) -> tuple[int, int]:
@@ -91,15 +98,15 @@ class Beside:
 
     def as_in_forward(self, taken_bytes: Sequence[int], saved_bytes: Sequence[int], needed: Sequence[int]) -> Beside:
         """The same where backward of an op takes no less than the op did, just before or after the save of what it
-        needs, beside what was saved by it. `taken_bytes`: after each save; `saved_bytes`: by save order; `needed`: save
-        orders, by need."""
+        needs, beside what was saved by it; and a replay what the op did, before the save of what it made.
+        `taken_bytes`: after each save; `saved_bytes`: by save order; `needed`: save orders, by need."""
         if (len(saved_bytes), len(needed)) != (len(taken_bytes), len(self.needs.working)):
             return self
         next_bytes = [*saved_bytes[1:], 0]
         working = [max(0, most - nbytes) for most, nbytes in zip(taken_bytes, next_bytes, strict=True)]
         forward = [max(pair) for pair in pairwise([0, *working])]
         backward = [max(own, forward[order]) for own, order in zip(self.needs.working, needed, strict=True)]
-        return Beside(self.saves, Track(self.needs.levels, backward))
+        return Beside(self.saves, Track(self.needs.levels, backward), [0, *working[:-1]])
 
 
 class BesideBySize:

@@ -552,8 +552,11 @@ class Engine:
 
     @property
     def observes(self) -> bool:
-        """Whether steps of this kind will be planned by what is seen of the one under way to be in use."""
-        return self._by_position is not None and self.learner.in_step and self.learner.measures
+        """Whether it counts to see all that is in use: where steps of the same kind will be planned by it, or no plan
+        tells what comes."""
+        if self._headroom is None or not self.learner.in_step:
+            return False
+        return self.learner.measures if self._by_position is not None else self.learner.plan is None
 
     @property
     def asks_ahead(self) -> bool:

@@ -51,13 +51,18 @@ class HeadRoom:
         """The device has `now_bytes` in use, and had up to `peak_bytes` since the last look, by the program's work.
         `uncounted_bytes` are of what is being saved, and counts from here on."""
         resident_bytes = self._ledger.resident_bytes
-        # Saved tensors die while backward goes on: the peak may have been before that. In forward none do.
-        backward = self._at is self.measured.needs
-        self._used(peak_bytes, max(resident_bytes, self._resident_bytes) if backward else resident_bytes)
+        # Saved tensors die while backward goes on, and in forward those that have been let go of: the peak may have
+        # been before that.
+        beside_bytes = peak_bytes - max(resident_bytes, self._resident_bytes)
+        self._used(peak_bytes, peak_bytes - beside_bytes)
+        self._used(now_bytes, resident_bytes)
         if self._at is not None:
-            working_bytes = self._at.reached(peak_bytes - (self._resident_bytes if backward else resident_bytes))
-            if not backward:
-                working_bytes = max(self._taken[-1], peak_bytes - resident_bytes - self._begun_bytes)
+            forward = self._at is self.measured.saves
+            if forward:  # what is being saved is there by now
+                beside_bytes = max(beside_bytes, now_bytes - resident_bytes)
+            working_bytes = self._at.reached(beside_bytes)
+            if forward:
+                working_bytes = max(self._taken[-1], beside_bytes - self._begun_bytes)
                 self._taken[-1] = working_bytes
             self._working_bytes = max(self._working_bytes, working_bytes)
             self.largest_bytes = max(self.largest_bytes, working_bytes)
@@ -65,16 +70,17 @@ class HeadRoom:
         self._looked = True
 
     def settled(self, now_bytes: int, peak_bytes: int, uncounted_bytes: int = 0) -> None:
-        """The same after Delta's own work, in which what is counted went up or down: what an op takes that is replayed
-        is beside all that counts by then."""
+        """The same after Delta's own work, in which what is counted went up or down. What an op takes that is replayed
+        is beside all that counts by then; it is none of the place's own, where other plans replay something else."""
         counted_bytes = self._ledger.resident_bytes + uncounted_bytes
         most_counted_bytes = max(counted_bytes, self._resident_bytes)
         self._used(now_bytes, counted_bytes)
         self._used(peak_bytes, most_counted_bytes)
         self._level(now_bytes, counted_bytes)
         if self._at is not None:
-            working_bytes = self._at.reached(max(self._level_bytes, peak_bytes - most_counted_bytes))
-            self._working_bytes = max(self._working_bytes, working_bytes)
+            self._at.reached(self._level_bytes)
+            taken_bytes = peak_bytes - most_counted_bytes - self._at.levels[-1]
+            self._working_bytes = max(self._working_bytes, taken_bytes)
 
     def _level(self, now_bytes: int, resident_bytes: int) -> None:
         self._resident_bytes = resident_bytes

@@ -100,7 +100,13 @@ def with_beside(graph: StepGraph, beside: Beside) -> StepGraph:
     """The graph with what its step used beside counted activations; as it is, where nobody measured that."""
     if beside.places != (len(graph.saved), len(graph.needs)):
         return graph
-    return replace(graph, beside_saves=beside.saves.most_bytes, beside_needs=beside.needs.most_bytes)
+    return replace(
+        graph,
+        beside_saves=beside.saves.most_bytes,
+        beside_needs=beside.needs.most_bytes,
+        working_needs=tuple(beside.needs.working),
+        making=tuple(beside.making),
+    )
 
 
 def refine(old: StepGraph, new: StepGraph, late: bool) -> StepGraph:

@@ -365,4 +365,4 @@ def with_small_needs_beside(log: StepLog, beside: Beside) -> Beside:
             found.append(now)
         needs.levels += [level for level, _ in found]
         needs.working += [working for _, working in found]
-    return Beside(beside.saves, needs)
+    return Beside(beside.saves, needs, beside.making)

@@ -26,7 +26,7 @@ class Gauge:
         budget, device = self._engine.budget, self._device
         if not self.on:
             return
-        if self.closely and not self._watching and self._engine.routine is None:
+        if not self._watching and self._engine.routine is None:
             self._watching = True
             device.watch_peaks(True)
         now, peak = device.in_use()

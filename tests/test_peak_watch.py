@@ -30,11 +30,12 @@ class Heap:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._asked, self._told, self._nbytes = threading.Semaphore(0), threading.Semaphore(0), 0
+        self._over = False
         monkeypatch.setattr(peak_watch, "heap_bytes", self)
 
     def __call__(self) -> int:
         self._asked.release()
-        assert self._told.acquire(timeout=10)
+        assert self._over or self._told.acquire(timeout=10)
         return self._nbytes
 
     def reached(self) -> None:
@@ -43,6 +44,11 @@ class Heap:
 
     def tell(self, nbytes: int) -> None:
         self._nbytes = nbytes
+        self._told.release()
+
+    def ends(self) -> None:
+        """Nobody waits any more."""
+        self._over = True
         self._told.release()
 
 
@@ -84,7 +90,7 @@ def test_the_most_counts(watch: PeakWatch, monkeypatch: pytest.MonkeyPatch) -> N
     given_out, resident = watch.take()
     assert given_out == 50
     assert resident > MIB
-    heap.tell(0)
+    heap.ends()
 
 
 def test_what_is_seen_while_it_is_taken_is_no_part_of_what_comes_next(
@@ -100,7 +106,7 @@ def test_what_is_seen_while_it_is_taken_is_no_part_of_what_comes_next(
     heap.tell(7)
     heap.reached()
     assert watch.take()[0] == 7
-    heap.tell(0)
+    heap.ends()
 
 
 def test_nobody_looks_before_it_is_asked_and_after_it_was_stopped(watch: PeakWatch) -> None:
@@ -114,16 +120,40 @@ def test_nobody_looks_before_it_is_asked_and_after_it_was_stopped(watch: PeakWat
     watch.stop()
 
 
-def test_what_was_seen_before_it_was_stopped_is_forgotten(watch: PeakWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    heap = Heap(monkeypatch)
+def test_what_was_seen_before_it_was_stopped_is_forgotten(watch: PeakWatch) -> None:
     watch.start()
-    heap.reached()
-    heap.tell(100)
+    watch.stop()
+    watch._most_bytes[:] = [10**15, 10**15]  # and nobody has asked for it
+    watch.start()
+    assert max(watch.take()) < 10**15
+
+
+def test_the_thread_itself_may_stop_it(watch: PeakWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it collects a handle, the last one of a step."""
+    stopped = threading.Event()
+
+    def heap() -> int:
+        watch.stop()
+        stopped.set()
+        return 0
+
+    monkeypatch.setattr(peak_watch, "heap_bytes", heap)
+    watch.start()
+    assert stopped.wait(10)
+    until(lambda: not threads())
+
+
+def test_where_no_thread_can_be_started_nobody_looks(watch: PeakWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        watch.start()
+    assert watch.take() == (0, 0)
     watch.stop()
     watch.start()
-    heap.reached()
-    assert watch.take() == (0, 0)
-    heap.tell(0)
+    assert len(threads()) == 1
 
 
 def test_once_closed_it_does_not_begin_again(watch: PeakWatch) -> None:
@@ -133,11 +163,26 @@ def test_once_closed_it_does_not_begin_again(watch: PeakWatch) -> None:
     assert threads() == []
 
 
+def test_to_wait_for_a_look_is_not_to_take_long(watch: PeakWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the interpreter's lock is another thread's."""
+    slept: list[float] = []
+    monkeypatch.setattr(peak_watch.time, "sleep", slept.append)
+    heap = Heap(monkeypatch)
+    watch.start()
+    for _ in range(3):
+        heap.reached()
+        threading.Event().wait(0.05)
+        heap.tell(0)
+    heap.reached()
+    assert max(slept) < 0.5, "which would be 50 ms at 2 % of a processor's time, and 2.5 s at all of it"
+    heap.ends()
+
+
 def test_where_a_look_takes_long_there_are_few(watch: PeakWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at a heap of many pieces."""
     slept: list[float] = []
     clock = iter(range(10**6))  # a second for each look
-    monkeypatch.setattr(peak_watch.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(peak_watch.time, "thread_time", lambda: next(clock))
     monkeypatch.setattr(peak_watch.time, "sleep", slept.append)
     watch.start()
     until(lambda: len(slept) > 2)

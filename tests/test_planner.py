@@ -9,11 +9,13 @@ from builders import a_log, an_op
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from delta.beside import Beside, Track
 from delta.config import PlannerConfig
 from delta.planner import BESIDE, PLANNERS, StepGraph, Task, forecast, plan_step
 from delta.planner.choices import without_wide_replays
 from delta.planner.prices import GROUPS, Prices
 from delta.planner.steplog import build_graph
+from delta.profile import with_beside
 from delta.types import Action, Kind, Link
 
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
@@ -228,6 +230,49 @@ def test_all_that_a_replay_makes_is_there_for_a_moment():
         ops, {source: 10, wanted: 100, unwanted: 70}, [(wanted, 5, 1)], [(0, 10)], [(0, 1)], 20, {source: Kind.SOURCE}
     )
     assert forecast(build_graph(log, 0), (RECOMPUTE,), LINK).resident_bytes == (170,)
+
+
+@pytest.mark.parametrize(
+    ("making", "working", "resident"),
+    [
+        pytest.param((), (), 600, id="nobody has measured it"),
+        pytest.param((0, 250, 0), (0, 0, 0), 600, id="no more than what comes next"),
+        pytest.param((0, 350, 0), (0, 0, 0), 650, id="more"),
+        pytest.param((0, 350, 0), (30, 900, 900), 620, id="of which the op of backward after it takes some as well"),
+        pytest.param((0, 350, 20), (340, 0, 0), 600, id="and nearly all"),
+        pytest.param((900, 0, 20), (0, 0, 0), 620, id="of an op that is not replayed"),
+    ],
+)
+def test_what_a_replayed_op_has_for_a_moment_is_beside_what_it_makes(making, working, resident):
+    """b and c are made again for the first need, where 1000 bytes are beside: 300 and then 600 are there."""
+    graph = replace(chain(), beside_saves=(0, 0, 0), beside_needs=(1000, 0, 0))
+    graph = replace(graph, making=making, working_needs=working)
+    assert forecast(graph, (KEEP, RECOMPUTE, RECOMPUTE), LINK).resident_bytes[0] == 1000 + resident
+
+
+def test_what_backward_takes_itself_is_that_of_the_need_that_is_replayed_for():
+    graph = replace(chain(), beside_saves=(0, 0, 0), beside_needs=(0, 0, 0), making=(0, 350, 0))
+    for working, resident in (((900, 0, 0), 650), ((0, 900, 0), 300)):
+        found = forecast(replace(graph, working_needs=working), (KEEP, RECOMPUTE, KEEP), LINK)
+        assert found.resident_bytes[1] == resident
+
+
+def test_an_op_makes_what_it_makes_however_little_it_has_beside_that():
+    """Of the two storages that g makes nobody asks for the larger one."""
+    log = chain_log()
+    log.ops[1] = an_op(6, [20], [30, 60], cost_ns=4, name="aten.g")
+    log.nbytes[60], log.kinds[60] = 500, Kind.ACTIVATION
+    graph = replace(build_graph(log, 0), beside_saves=(0, 0, 0), beside_needs=(0, 0, 0))
+    graph = replace(graph, making=(0, 100, 0), working_needs=(0, 900, 0))
+    assert forecast(graph, (KEEP, RECOMPUTE, KEEP), LINK).resident_bytes[1] == 800
+
+
+def test_a_graph_is_told_what_its_step_used_beside_saved_storages():
+    used = Beside(Track([1, 2, 3], [10, 20, 30]), Track([4, 5, 6], [7, 8, 9]), [40, 50, 60])
+    graph = with_beside(chain(), used)
+    assert (graph.beside_saves, graph.beside_needs) == ((11, 22, 33), (11, 13, 15))
+    assert (graph.working_needs, graph.making) == ((7, 8, 9), (40, 50, 60))
+    assert with_beside(chain(), replace(used, saves=Track([1], [10]))) == chain(), "of another step"
 
 
 def test_a_swapped_storage_is_copied_back_in_time_and_no_earlier():

@@ -600,9 +600,9 @@ def test_needs_and_releases_with_those_of_what_is_small() -> None:
 
 def test_beside_a_need_of_something_small_is_what_was_beside_the_one_before() -> None:
     log = StepLog(saves=[10, 11], needs=[(1, 50), (0, 70)], asked_small=[(1, 0, 2), (0, 1, 2), (1, 1, 2), (0, 2, 2)])
-    beside = Beside(Track([1, 2], [3, 4]), Track([5, 6], [7, 8]))
+    beside = Beside(Track([1, 2], [3, 4]), Track([5, 6], [7, 8]), [0, 9])
     found = with_small_needs_beside(log, beside)
-    assert found == Beside(beside.saves, Track([2, 5, 5, 5, 6, 6], [4, 7, 7, 7, 8, 8]))
+    assert found == Beside(beside.saves, Track([2, 5, 5, 5, 6, 6], [4, 7, 7, 7, 8, 8]), [0, 9])
     assert len(with_small_needs(log).needs) == len(found.needs.levels)
     assert with_small_needs_beside(log, Beside()) == Beside(), "nobody measured it"
 

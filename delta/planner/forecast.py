@@ -17,7 +17,7 @@ from itertools import accumulate, repeat
 from operator import add
 
 from delta.planner.steplog import StepGraph
-from delta.types import Action, Link
+from delta.types import Action, Link, OpInfo
 
 # A copy back starts this many times its own length before the value is used: a late one stalls compute, an early one
 # only takes room a little longer.
@@ -96,6 +96,7 @@ class Forecaster:
         self.orders = [node.order for node in graph.nodes]
         self.makers = [node.op for node in graph.nodes]
         self.rooted = [node.rooted for node in graph.nodes]
+        self.taken = [_taken(graph, op) for op in graph.ops]
         self.released: list[list[int]] = [[] for _ in range(len(graph.needs) + 1)]  # before each need
         for v, before in enumerate(graph.release):
             self.released[before].append(v)
@@ -153,6 +154,12 @@ class Forecaster:
             if action is Action.ENCODE:
                 change[v] += graph.nodes[graph.saved[v]].encoded_bytes
         return list(map(add, accumulate(change[:count]), graph.beside_saves or repeat(0)))
+
+
+def _taken(graph: StepGraph, op: OpInfo) -> int:
+    """What an op has for a moment beside what it makes, as far as that is known."""
+    orders = [graph.nodes[node].order for node in op.outputs] if graph.making else []
+    return max((graph.making[order] for order in orders if order >= 0), default=0)
 
 
 class _Walk:
@@ -242,6 +249,9 @@ class _Walk:
         """Replay the missing chain of `target`; its products stay where a later need will ask for them."""
         ops, release = self.graph.ops, self.graph.release
         available, orders, nbytes = self.available, self.step.orders, self.step.nbytes
+        taken, working_bytes = self.step.taken, 0
+        if self.graph.working_needs:  # for which there is room as an op of backward comes next
+            working_bytes = self.graph.working_needs[self.at]
         chain = self._missing(target)
         uses: dict[int, int] = {}
         for op in chain:
@@ -250,7 +260,8 @@ class _Walk:
         temporary: set[int] = set()
         for op in chain:
             self.replay_ns += ops[op].cost_ns
-            self._note(sum(nbytes[node] for node in ops[op].outputs))  # also of what is there, or nobody asks for
+            made_bytes = sum(nbytes[node] for node in ops[op].outputs)  # also of what is there, or nobody asks for
+            self._note(made_bytes + max(0, taken[op] - working_bytes))
             for node in ops[op].outputs:
                 if available[node]:
                     continue

@@ -114,6 +114,8 @@ class StepGraph:
     turns: tuple[Turn, ...] = ()  # where every access is announced
     beside_saves: tuple[int, ...] = ()  # bytes of what is no saved storage, by save order, where they count
     beside_needs: tuple[int, ...] = ()  # ... by need
+    working_needs: tuple[int, ...] = ()  # ... of which backward gives so much back before the next one
+    making: tuple[int, ...] = ()  # bytes that an op has for a moment beside what it makes, by save order of that
 
     @property
     def next_needs(self) -> tuple[tuple[int, ...], ...]:

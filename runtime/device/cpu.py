@@ -70,6 +70,7 @@ class CpuDevice:
         self._beside_heap_bytes: int | None = None  # resident when nothing was merely kept
         self._peak_bytes = peak_resident_bytes()
         self._kept_bytes = 0  # by the heap, at the last look
+        self._before_trim_bytes = 0  # the most in use since that look, where something was trimmed away after it
         self._peak_watch = PeakWatch(self._meter)
 
     def capacity_bytes(self) -> int:
@@ -88,18 +89,22 @@ class CpuDevice:
         """
         coming = self._lane.coming_bytes
         resident, given_out = self._meter.read_bytes(), heap_bytes()
-        most_given_out, most_resident = self._peak_watch.take()
-        before, self._peak_bytes = self._peak_bytes, peak_resident_bytes()
-        if self._peak_bytes > before:
-            most_resident = self._peak_bytes
-        now, kept_before = resident + coming, self._kept_bytes
-        peak = most_resident
+        now, peak = resident + coming, max(self._before_trim_bytes, self._most_in_use())
+        self._before_trim_bytes = 0
         if given_out is not None and self._beside_heap_bytes is not None:
             now = min(now, given_out + self._beside_heap_bytes)
         self._kept_bytes = max(0, resident - now)
-        if self._budget_bytes is None or most_resident <= self._budget_bytes:
-            peak = max(most_resident - kept_before, min(most_given_out + (self._beside_heap_bytes or 0), most_resident))
         return now, max(now, peak)
+
+    def _most_in_use(self) -> int:
+        """Since this was last asked; 0 if nobody has seen anything."""
+        given_out, resident = self._peak_watch.take()
+        before, self._peak_bytes = self._peak_bytes, peak_resident_bytes()
+        if self._peak_bytes > before:
+            resident = self._peak_bytes
+        if self._budget_bytes is not None and resident > self._budget_bytes:
+            return resident
+        return max(resident - self._kept_bytes, min(given_out + (self._beside_heap_bytes or 0), resident))
 
     def watch_peaks(self, on: bool) -> None:
         if on:
@@ -180,6 +185,7 @@ class CpuDevice:
         return self._clock
 
     def trim(self) -> None:
+        self._before_trim_bytes = max(self._before_trim_bytes, self._most_in_use())
         trim_heap()
         if self._huge_pages is not None:
             self._huge_pages.ask()
@@ -188,6 +194,7 @@ class CpuDevice:
             beside_bytes = self._meter.read_bytes() - given_out
             self._beside_heap_bytes = max(self._beside_heap_bytes or 0, beside_bytes)
         self._kept_bytes = 0
+        self._peak_watch.take()  # of what was kept until then
 
     def trim_host(self) -> None:
         """Nothing is pinned: what leaves the device goes to the disk."""

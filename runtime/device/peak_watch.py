@@ -27,16 +27,21 @@ class PeakWatch:
         self._most_bytes = [0, 0]
 
     def start(self) -> None:
-        """Begin to look; does nothing where it has begun, or is closed."""
-        if self._thread is None and not self._closed:
-            self._most_bytes = [0, 0]
-            self._thread = threading.Thread(target=self._run, name="delta-peaks", daemon=True)
+        """Begin to look; does nothing where it has begun, is closed, or the system has no thread left."""
+        if self._thread is not None or self._closed:
+            return
+        self._most_bytes = [0, 0]
+        self._thread = threading.Thread(target=self._run, name="delta-peaks", daemon=True)
+        try:
             self._thread.start()
+        except RuntimeError:
+            self._thread = None
 
     def stop(self) -> None:
-        """Look no more. The thread has ended when this returns."""
+        """Look no more. The thread has ended when this returns, unless it is the caller: one that collects garbage may
+        find out there that a step has ended."""
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def close(self) -> None:
@@ -53,7 +58,7 @@ class PeakWatch:
     def _run(self) -> None:
         while self._thread is threading.current_thread():
             most_bytes = self._most_bytes  # if that is taken before this has looked, what it sees is of before, too
-            began_s = time.perf_counter()
+            began_s = time.thread_time()  # not what it waits for the interpreter's lock
             most_bytes[0] = max(most_bytes[0], heap_bytes() or 0)
             most_bytes[1] = max(most_bytes[1], self._meter.read_bytes())
-            time.sleep(max(_PERIOD_S, (time.perf_counter() - began_s) / _SHARE))
+            time.sleep(max(_PERIOD_S, (time.thread_time() - began_s) / _SHARE))
