@@ -105,6 +105,13 @@ def test_is_a_device(rig: Rig) -> None:
     assert rig.device.used_bytes() >= 0
 
 
+def test_a_peak_is_no_less_than_what_is_in_use_whether_peaks_are_watched_or_not(rig: Rig) -> None:
+    for on in (True, True, False, False):
+        rig.device.watch_peaks(on)
+        now, peak = rig.device.in_use()
+        assert 0 <= now <= peak
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 4095, 4096, 4097, 4 * MIB + 1])
 def test_a_round_trip_is_exact(rig: Rig, nbytes: int) -> None:
     out = rig.out(nbytes)
