@@ -53,10 +53,11 @@ class HeadRoom:
         resident_bytes = self._ledger.resident_bytes
         # Saved tensors die while backward goes on, and in forward those that have been let go of: the peak may have
         # been before that.
-        beside_bytes = peak_bytes - max(resident_bytes, self._resident_bytes)
-        self._used(peak_bytes, peak_bytes - beside_bytes)
+        most_counted_bytes = max(resident_bytes, self._resident_bytes)
         self._used(now_bytes, resident_bytes)
+        self._used(peak_bytes, most_counted_bytes)
         if self._at is not None:
+            beside_bytes = peak_bytes - most_counted_bytes
             forward = self._at is self.measured.saves
             if forward:  # what is being saved is there by now
                 beside_bytes = max(beside_bytes, now_bytes - resident_bytes)

@@ -174,7 +174,7 @@ def test_to_wait_for_a_look_is_not_to_take_long(watch: PeakWatch, monkeypatch: p
         threading.Event().wait(0.05)
         heap.tell(0)
     heap.reached()
-    assert max(slept) < 0.5, "which would be 50 ms at 2 % of a processor's time, and 2.5 s at all of it"
+    assert max(slept) < 0.5, "50 ms of work would be 2 % of 2.5 s"
     heap.ends()
 
 
