@@ -42,7 +42,6 @@ from delta.units import at_least_one
 _NAME = "scripts/bench"
 _FEWEST = 10  # storages
 _LARGEST_MODELS = ("resnet50", "resnet101")
-_LARGEST_CPU_MODELS = ("resnet50",)
 
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option(help="Threads of PyTorch in each process.")]
@@ -183,7 +182,7 @@ def max_batch(
         found = read_largest(result)
     else:
         options = LargestOptions(
-            models=_names(models) or (_LARGEST_CPU_MODELS if device == "cpu" else _LARGEST_MODELS),
+            models=_names(models) or _LARGEST_MODELS,
             limit=limit,
             policies=_names(policies),
             ways=_names(ways),
