@@ -28,7 +28,7 @@ from delta.profile import CRAMPED, ROOMIER, Profile, with_beside
 from delta.revising import NOTHING, Outcome
 from delta.routine import Way, ways_of
 from delta.sizes import Limit, course_of, routine_for
-from delta.types import Kind, Look
+from delta.types import ANY_LOOK, Kind, Look
 
 CACHED = 256  # plans remembered, the oldest forgotten first
 LEAST_SQUEEZE = 0.8
@@ -58,6 +58,10 @@ class FamilyLearner(Learner):
     _plans: dict[tuple[Family, Dims], Profile] = field(default_factory=dict, init=False)
     _courses: dict[Family, _Course] = field(default_factory=dict, init=False)
     _begun: Family | None = field(default=None, init=False)  # as which the last step began
+    _fitting: Look = field(default=ANY_LOOK, init=False)  # of the first saved tensor of the last step, which fitted
+    _fitting_bytes: list[int] = field(default_factory=list, init=False)  # what it saved
+    _fitting_peak_bytes: int = field(default=0, init=False)
+    _alike: int = field(default=0, init=False)  # so many steps running began with that one, and fitted
 
     @property
     def known_peak_bytes(self) -> int:
@@ -69,8 +73,15 @@ class FamilyLearner(Learner):
 
     @property
     def all_idle(self) -> bool:
-        """Never: the next input may be larger, and nothing made before it was seen could be dropped unrecorded."""
-        return False
+        """While inputs keep their size. Where they do not, the next one may be larger, and nothing made before it was
+        seen could be dropped unrecorded."""
+        return self._alike >= self.options.observe and not self.in_step
+
+    def goes_on(self, look: Look) -> bool:
+        return look == self._fitting
+
+    def nearest(self, storages: int, step_bytes: int) -> tuple[int, int]:
+        return sum(self._fitting_bytes[:storages]), self._fitting_peak_bytes
 
     @property
     def is_timed(self) -> bool:
@@ -189,6 +200,7 @@ class FamilyLearner(Learner):
     # -- its end --------------------------------------------------------------------------------------------------
     def _forget_steps(self) -> None:
         super(FamilyLearner, self)._forget_steps()
+        self._alike = 0
         self.families.clear()
         self._plans.clear()
         self._courses.clear()
@@ -196,6 +208,7 @@ class FamilyLearner(Learner):
 
     def _learn(self, outcome: Outcome) -> None:
         family, expected = self._family, self._expected
+        self._compare(outcome)
         self._went()
         if not self.log.needs:
             return
@@ -211,6 +224,15 @@ class FamilyLearner(Learner):
             self.families.insert(0, family)
             if self.recorded and family in self._courses:
                 self._one_more(family)
+
+    def _compare(self, outcome: Outcome) -> None:
+        """A step has ended: whether it fitted, as all those before it that began so."""
+        self._alike = (self._alike if self._look == self._fitting else 0) + 1 if outcome.fitted else 0
+        self._fitting, self._fitting_peak_bytes = self._look, outcome.unevicted_peak_bytes
+        if self.recorded:
+            self._fitting_bytes = [nbytes for _, nbytes in self._saved_bytes() if nbytes]
+        elif self._expected is not None:  # some of which nobody may have heard of
+            self._fitting_bytes = [saved.most for saved in self._expected.saved]
 
     def _one_more(self, family: Family) -> None:
         """A step of the family has been recorded whole."""

@@ -10,6 +10,7 @@ from delta.headroom import HeadRoom
 from delta.learner import Learner
 from delta.ledger import Ledger
 from delta.room import Room
+from delta.types import Look
 
 
 class Idle:
@@ -36,6 +37,10 @@ class Idle:
             return -1
         return limit - self._ledger.unevicted_bytes  # what is left over from other steps may all come back
 
+    def goes_on(self, look: Look) -> bool:
+        """Whether a step that begins with such a tensor may be expected to fit still."""
+        return self._budget.unlimited or self._learner.goes_on(look)
+
     def is_over(self, watched_bytes: int, used_bytes: Callable[[], int]) -> bool:
         """Whether so much is too much. `used_bytes`: asks the device how much of it is in use."""
         if self._budget.unlimited:
@@ -53,10 +58,9 @@ class Idle:
         budget = self._budget
         if budget.unlimited or storages & (storages - 1):
             return False
-        known_bytes, profile = self._learner.nearest(storages, step_bytes)
-        if profile is None or step_bytes <= known_bytes:
+        known_bytes, most_bytes = self._learner.nearest(storages, step_bytes)
+        if not known_bytes or step_bytes <= known_bytes:
             return False
-        most_bytes = profile.unevicted_peak_bytes
         if self._headroom is not None:
             most_bytes += self._headroom.largest_bytes
         coming_bytes = most_bytes * step_bytes // known_bytes - step_bytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 
 from delta.beside import Beside
 from delta.branches import Branching
@@ -115,11 +116,16 @@ class Learner(Underway):
         """Whether every kind of step seen so far fitted."""
         return bool(self.profiles) and not self.missed and all(profile.idle for profile in self.profiles)
 
-    def nearest(self, storages: int, step_bytes: int) -> tuple[int, Profile | None]:
-        """How much the first `storages` are in the kind of step where that is nearest to `step_bytes`; that kind."""
-        known = [(sum(profile.graph.saved_bytes[:storages]), profile) for profile in self.profiles]
-        known = [(nbytes, profile) for nbytes, profile in known if nbytes]
-        return min(known, key=lambda each: abs(each[0] - step_bytes), default=(0, None))
+    def goes_on(self, look: Look) -> bool:
+        """Whether a step that begins with such a tensor may be like those before, all of which fitted. What is larger
+        than they were is told by its bytes."""
+        return True
+
+    def nearest(self, storages: int, step_bytes: int) -> tuple[int, int]:
+        """How much the first `storages` are in the kind of step where that is nearest to `step_bytes`, and what all of
+        it is at most; 0 where no kind is known."""
+        known = [(sum(each.graph.saved_bytes[:storages]), each.unevicted_peak_bytes) for each in self.profiles]
+        return min(filter(itemgetter(0), known), key=lambda each: abs(each[0] - step_bytes), default=(0, 0))
 
     @property
     def by_structure(self) -> bool:

@@ -37,7 +37,7 @@ from delta.runtime.gauge import Gauge
 from delta.runtime.generators import set_back
 from delta.runtime.handle import Handle
 from delta.runtime.inbox import Inbox
-from delta.runtime.kept import KeptTensors
+from delta.runtime.kept import KeptTensors, look_of
 from delta.runtime.landing import is_landing
 from delta.runtime.moments import Moments
 from delta.runtime.noted import Noted
@@ -200,9 +200,11 @@ class Core(Entrance):
             return True
         return not self.engine.learner.in_step and self.may_watch and self.engine.idle.expected
 
-    def watched_too_much(self) -> bool:
-        """Whether what is watched is over the limit, or will be."""
+    def watched_too_much(self, tensor: Tensor) -> bool:
+        """Whether what is watched, that tensor last, is over the limit, will be, or may be for all that is known."""
         idle, watch, used_bytes = self.engine.idle, self.watch, self.device.used_bytes
+        if watch.count == 1 and not idle.goes_on(look_of(tensor)):
+            return True
         return idle.is_over(watch.resident_bytes, used_bytes) or idle.will_be_over(
             watch.storages, watch.step_bytes, used_bytes
         )

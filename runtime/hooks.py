@@ -22,13 +22,12 @@ from torch import Tensor
 
 from delta.errors import DeltaError, StorageModifiedError
 from delta.runtime.handle import LET_GO, Handle
-from delta.runtime.kept import KeptTensor, Passed, signature_of, structure_of
+from delta.runtime.kept import KeptTensor, Passed, look_of, signature_of, structure_of
 from delta.runtime.note import NotedTensor
 from delta.runtime.split import may_split, split
 from delta.runtime.versions import counter_of, over
 from delta.runtime.view import View, is_plain
 from delta.runtime.watch import Watched
-from delta.types import Look
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -55,7 +54,7 @@ class Hooks:
             watched = watch.pack(tensor, storage)
             if watch.count == 1:
                 core.at_pack(sys._getframe().f_back)
-            if watch.doubtful and core.watched_too_much():
+            if watch.doubtful and core.watched_too_much(tensor):
                 self._take_over(sys._getframe().f_back)
                 core.raise_warnings()
             return watched
@@ -74,7 +73,7 @@ class Hooks:
     ) -> Handle:
         core = self._core
         stays = core.engine.stays(nbytes)
-        look = Look(structure_of(tensor), tuple(tensor.shape))
+        look = look_of(tensor)
         view, counter = View.of(tensor), counter_of(tensor)
         with core:
             record = core.saved(tensor, signature, look, stays, uncounted_bytes)

@@ -18,7 +18,7 @@ from delta.runtime.handle import Handle, handle_of
 from delta.runtime.note import NotedTensor
 from delta.runtime.slots import Slot
 from delta.runtime.versions import within_op, without_graph
-from delta.types import Action, Kind
+from delta.types import Action, Kind, Look
 
 if TYPE_CHECKING:
     from delta.runtime.core import Core
@@ -199,3 +199,8 @@ def signature_of(tensor: Tensor, nbytes: int) -> int:
 def structure_of(tensor: Tensor) -> int:
     """... and what of it is the same at every size."""
     return hash((tensor.dim(), tensor.dtype))
+
+
+def look_of(tensor: Tensor) -> Look:
+    """... with its sizes."""
+    return Look(structure_of(tensor), tuple(tensor.shape))

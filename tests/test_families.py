@@ -41,7 +41,19 @@ class Run:
         return PLANNERS["mimose"](Task(graph, limit_bytes, Link(1e9, 1e9), ACTIONS, forced, False, OPTIONS))
 
     def step(
-        self, b, t, *, more=0, names="fgh", between=0, recorded=True, peak=0, kept=(), encodings=None, beside=None
+        self,
+        b,
+        t,
+        *,
+        more=0,
+        names="fgh",
+        between=0,
+        recorded=True,
+        peak=0,
+        kept=(),
+        encodings=None,
+        beside=None,
+        evicted=True,
     ):
         """Returns the mode after each save. `more` bytes in g, other ops by other names, ops before the step; what the
         program has `kept` until backward, `encodings` by save order, and what the device used `beside`."""
@@ -77,7 +89,7 @@ class Run:
             peak_bytes=peak,
             unevicted_peak_bytes=whole,
             limit_bytes=self.limit(whole),
-            evicted=True,
+            evicted=evicted,
             forced={},
             beside=beside,
         )
@@ -158,6 +170,42 @@ def test_a_size_that_fits_is_idle():
     run.warm()
     assert run.step(3, 16) == [IDLE] * 3
     assert run.asked == []
+
+
+def test_while_inputs_keep_their_size_and_fit_nothing_need_be_recorded():
+    run = Run(limit=100_000)
+    learner = run.learner
+    for _ in range(OPTIONS.observe):
+        assert not learner.all_idle
+        run.step(4, 10, evicted=False)
+    assert learner.all_idle and not learner.wants_recorder
+    looks = [Look(hash("f"), (4, 10)), Look(hash("f"), (2, 20)), Look(hash("g"), (4, 10))]
+    assert [learner.goes_on(look) for look in looks] == [True, False, False]
+    learner.packed(0, 0, looks[1])
+    assert not learner.all_idle, "from its first save on another one is recorded"
+    learner.abandon()
+    idle = []
+    for b, t in ((2, 20), (2, 20), (4, 10), (4, 10), (4, 10)):
+        run.step(b, t, evicted=False)
+        idle.append(learner.all_idle)
+    assert idle == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("how", [{"evicted": True}, {"peak": 100_001}, {"more": 100_000}])
+def test_what_does_not_fit_is_recorded(how):
+    run = Run(limit=100_000)
+    for _ in range(OPTIONS.observe):
+        run.step(4, 10, evicted=False)
+    run.step(4, 10, **{"evicted": False, **how})
+    assert not run.learner.all_idle
+
+
+def test_where_data_come_in_another_way_that_begins_anew():
+    run = Run(limit=100_000)
+    for _ in range(OPTIONS.observe):
+        run.step(4, 10, evicted=False)
+    run.learner._forget_steps()
+    assert not run.learner.all_idle
 
 
 def test_sizes_that_round_up_to_the_same_share_a_plan(run):

@@ -19,9 +19,9 @@ def an_idle(budget: Budget, limit_bytes: int | None = None, all_idle: bool = Tru
     return Idle(budget, ledger, SimpleNamespace(all_idle=all_idle), SimpleNamespace(limit_bytes=limit_bytes))
 
 
-def nearest(storages: int, step_bytes: int) -> tuple[int, object]:
+def nearest(storages: int, step_bytes: int) -> tuple[int, int]:
     """Of the one known step: its storages have 10 bytes each."""
-    return 10 * storages, SimpleNamespace(unevicted_peak_bytes=400)
+    return 10 * storages, 400
 
 
 def going_on(budget: Budget, limit_bytes: int | None = None, nearest: object = nearest) -> Idle:
@@ -88,17 +88,17 @@ def test_without_a_limit_nobody_looks_ahead(budget):
 
 
 def test_where_nothing_is_known_nothing_is_foreseen():
-    idle = going_on(Budget(activations=Bytes(200)), 200, lambda *_: (0, None))
+    idle = going_on(Budget(activations=Bytes(200)), 200, lambda *_: (0, 0))
     assert not idle.will_be_over(1, 10**6, unasked)
 
 
 def test_a_step_goes_on_like_the_one_that_is_nearest_so_far():
     learner = Learner(Revising(0, None))
-    assert learner.nearest(2, 100) == (0, None)
+    assert learner.nearest(2, 100) == (0, 0)
     small, large, nothing = (
         Profile((), SimpleNamespace(saved_bytes=sizes), sum(sizes), {}, 1.0) for sizes in ((10, 20, 30), (40, 50), ())
     )
     learner.profiles = [small, large, nothing]
-    assert learner.nearest(1, 24) == (10, small)
-    assert learner.nearest(2, 70) == (90, large)
-    assert learner.nearest(4, 70) == (60, small)
+    assert learner.nearest(1, 24) == (10, 60)
+    assert learner.nearest(2, 70) == (90, 90)
+    assert learner.nearest(4, 70) == (60, 60)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import delta
 from delta.engine import Engine
@@ -109,6 +109,75 @@ def test_other_policies_observe_every_new_size(steps):
     """What the tests above are about."""
     under(delta.load_policy("capuchin", {"filter.min_bytes": 0}), shapes(6, (4,)), activations=LIMIT_BYTES)
     assert [step.mode for step in steps].count(Mode.OBSERVE) > OBSERVED
+
+
+# -- where it fits ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def watched(monkeypatch, steps):
+    """The steps that were only watched."""
+    found = []
+    step = Engine.watched_step
+    monkeypatch.setattr(Engine, "watched_step", lambda *args: (found.append(len(steps)), step(*args)))
+    return found
+
+
+class Attends(nn.Module):
+    """Attention written out, whose weights grow with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            q = layer(x)
+            x = x + (q @ q.transpose(1, 2)).softmax(2) @ q
+        return x
+
+
+def attend(sizes: list[tuple[int, int]]) -> list[Tensor]:
+    """Gradients of all steps."""
+    torch.manual_seed(0)
+    net, found = Attends(), []
+    for batch, length in sizes:
+        net(torch.randn(batch, length, 16)).square().mean().backward()
+        found += [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "chaos:3"])
+@pytest.mark.parametrize("other", [(16, 16), (1, 64)], ids=["told by its first tensor", "told by its bytes"])
+def test_while_inputs_keep_their_size_and_fit_steps_are_only_watched(steps, watched, device, other):
+    """One that does not fit ends that before it is too late: it is within the limit, though what it saves can only be
+    made again."""
+    one = (8, 8)
+    with delta.evict(policy="keep"):
+        attend([one, other])
+    fitting_bytes, larger_bytes = (step.peak_bytes for step in steps)
+    limit_bytes = (2 * fitting_bytes + larger_bytes) // 3
+    steps.clear(), watched.clear()
+    sizes = [one] * 6 + [other] + [one] * 5
+    with delta.evict(policy=mimose(), activations=limit_bytes, device=device) as run:
+        found = attend(sizes)
+    assert all(map(torch.equal, found, attend(sizes)))
+    assert watched == [3, 4, 5, 10, 11]
+    assert max(step.peak_bytes for step in steps) <= limit_bytes < larger_bytes
+    assert run.report().evictions["recompute"] > 0 and run.report().warnings == ()
+
+
+def test_a_size_that_is_new_is_recorded_though_it_fits(watched):
+    """Nobody knows that when it begins."""
+    with delta.evict(policy=mimose(), activations="1MiB"):
+        attend([(8, 8)] * 5 + [(9, 8)] * 4 + [(8, 8)])
+    assert watched == [3, 4, 8]
+
+
+def test_where_they_do_not_fit_all_are_recorded(watched):
+    sizes = [(4, 32)] * 6
+    found, _ = under(mimose(), sizes, activations="70%")
+    assert all(map(torch.equal, found, train(sizes)))
+    assert watched == []
 
 
 # -- routines ---------------------------------------------------------------------------------------------------------

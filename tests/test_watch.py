@@ -105,7 +105,7 @@ def test_what_a_kernel_calls_is_not_recorded_where_the_recorder_comes_in_the_mid
     plain = norms_trained()
     chosen = delta.load_policy("recompute", {"filter.min_bytes": 0})
 
-    def too_much(core: Core) -> bool:
+    def too_much(core: Core, tensor: torch.Tensor) -> bool:
         return core.watch.count == after and core.engine.totals.steps == 2
 
     monkeypatch.setattr(Core, "watched_too_much", too_much)
@@ -145,7 +145,7 @@ def test_it_is_asked_at_the_first_the_second_the_fourth_storage_of_a_step(monkey
     """What is left over from the step before is none of its own."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        Core, "watched_too_much", lambda core: asked.append((core.watch.storages, core.watch.step_bytes))
+        Core, "watched_too_much", lambda core, _: asked.append((core.watch.storages, core.watch.step_bytes))
     )
     x = torch.ones(4, requires_grad=True)
     with delta.evict(device="cpu") as run:
