@@ -229,10 +229,7 @@ class FamilyLearner(Learner):
         """A step has ended: whether it fitted, as all those before it that began so."""
         self._alike = (self._alike if self._look == self._fitting else 0) + 1 if outcome.fitted else 0
         self._fitting, self._fitting_peak_bytes = self._look, outcome.unevicted_peak_bytes
-        if self.recorded:
-            self._fitting_bytes = [nbytes for _, nbytes in self._saved_bytes() if nbytes]
-        elif self._expected is not None:  # some of which nobody may have heard of
-            self._fitting_bytes = [saved.most for saved in self._expected.saved]
+        self._fitting_bytes = [nbytes for _, nbytes in self._saved_bytes() if nbytes]
 
     def _one_more(self, family: Family) -> None:
         """A step of the family has been recorded whole."""

@@ -10,6 +10,7 @@ from delta.idle import Idle
 from delta.learner import Learner
 from delta.profile import Profile
 from delta.revising import Revising
+from delta.types import Look
 from delta.units import Bytes, Share
 
 
@@ -38,7 +39,7 @@ def unasked() -> int:
 @pytest.mark.parametrize("budget", [Budget(), Budget(activations=Share(1.0))])
 def test_without_a_limit_anything_fits(budget):
     idle = an_idle(budget, all_idle=False)
-    assert idle.expected and idle.unasked_bytes == math.inf
+    assert idle.expected and idle.goes_on(Look()) and idle.unasked_bytes == math.inf
     assert not idle.is_over(10**15, unasked)
 
 
@@ -99,6 +100,6 @@ def test_a_step_goes_on_like_the_one_that_is_nearest_so_far():
         Profile((), SimpleNamespace(saved_bytes=sizes), sum(sizes), {}, 1.0) for sizes in ((10, 20, 30), (40, 50), ())
     )
     learner.profiles = [small, large, nothing]
-    assert learner.nearest(1, 24) == (10, 60)
+    assert learner.nearest(1, 4) == learner.nearest(1, 24) == (10, 60)
     assert learner.nearest(2, 70) == (90, 90)
     assert learner.nearest(4, 70) == (60, 60)
