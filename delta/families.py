@@ -229,7 +229,7 @@ class FamilyLearner(Learner):
         """A step has ended: whether it fitted, as all those before it that began so."""
         self._alike = (self._alike if self._look == self._fitting else 0) + 1 if outcome.fitted else 0
         self._fitting, self._fitting_peak_bytes = self._look, outcome.unevicted_peak_bytes
-        self._fitting_bytes = [nbytes for _, nbytes in self._saved_bytes() if nbytes]
+        self._fitting_bytes = [nbytes for _, nbytes in self._saved_bytes()]
 
     def _one_more(self, family: Family) -> None:
         """A step of the family has been recorded whole."""

@@ -91,6 +91,17 @@ def test_of_a_way_that_is_fast_at_its_largest_batch_that_is_the_answer() -> None
     assert [found.fast_batch for found in searched(uneven).found] == [10, 0]
 
 
+def test_a_batch_that_is_smaller_than_plain_s_may_be_slower_by_itself() -> None:
+    def uneven(told: Spec, batch: int, timed: bool) -> Trial:
+        if told.mode == "delta" and batch > 36:
+            return Trial(batch, 2000, why="over the limit")
+        trial = fake_trial(told, batch, timed)
+        slow = told.mode == "delta" and batch != 10
+        return replace(trial, samples_per_s=50.0 if slow else 95.0) if timed else trial
+
+    assert [found.fast_batch for found in searched(uneven).found] == [10, 10]
+
+
 def test_what_is_over_the_limit_in_a_later_step_does_not_fit() -> None:
     def growing(told: Spec, batch: int, timed: bool) -> Trial:
         if timed and told.mode == "delta" and batch > 33:

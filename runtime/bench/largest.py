@@ -241,7 +241,12 @@ def _search(
         raise DeltaError(f"it does not train with a batch of 1 under limit={options.limit!r}: {trials[1].why}")
     batch_speed = speed(batch) if batch else 0.0
     over_batch, over_speed = (plain.batch, plain.samples_per_s) if plain is not None else (batch, batch_speed)
-    fast = largest(lambda n: speed(n) >= SHARE * over_speed, batch, batch, options.precision) if batch else 0
+
+    def is_fast(batch: int) -> bool:
+        return speed(batch) >= SHARE * over_speed
+
+    # From plain's batch on: a smaller one may be slower by itself.
+    fast = batch if batch and is_fast(batch) else largest(is_fast, min(over_batch, batch), batch, options.precision)
     return Found(
         model=model,
         way=way,
