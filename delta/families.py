@@ -58,10 +58,10 @@ class FamilyLearner(Learner):
     _plans: dict[tuple[Family, Dims], Profile] = field(default_factory=dict, init=False)
     _courses: dict[Family, _Course] = field(default_factory=dict, init=False)
     _begun: Family | None = field(default=None, init=False)  # as which the last step began
-    _fitting: Look = field(default=ANY_LOOK, init=False)  # of the first saved tensor of the last step, which fitted
-    _fitting_bytes: list[int] = field(default_factory=list, init=False)  # what it saved
-    _fitting_peak_bytes: int = field(default=0, init=False)
-    _alike: int = field(default=0, init=False)  # so many steps running began with that one, and fitted
+    _last_look: Look = field(default=ANY_LOOK, init=False)  # of the first saved tensor of the last step
+    _last_bytes: list[int] = field(default_factory=list, init=False)  # that it saved, by save order
+    _last_peak_bytes: int = field(default=0, init=False)  # had nothing gone
+    _alike: int = field(default=0, init=False)  # so many steps running began like the last one, and fitted
 
     @property
     def known_peak_bytes(self) -> int:
@@ -78,10 +78,10 @@ class FamilyLearner(Learner):
         return self._alike >= self.options.observe and not self.in_step
 
     def goes_on(self, look: Look) -> bool:
-        return look == self._fitting
+        return look == self._last_look
 
     def nearest(self, storages: int, step_bytes: int) -> tuple[int, int]:
-        return sum(self._fitting_bytes[:storages]), self._fitting_peak_bytes
+        return sum(self._last_bytes[:storages]), self._last_peak_bytes
 
     @property
     def is_timed(self) -> bool:
@@ -227,9 +227,9 @@ class FamilyLearner(Learner):
 
     def _compare(self, outcome: Outcome) -> None:
         """A step has ended: whether it fitted, as all those before it that began so."""
-        self._alike = (self._alike if self._look == self._fitting else 0) + 1 if outcome.fitted else 0
-        self._fitting, self._fitting_peak_bytes = self._look, outcome.unevicted_peak_bytes
-        self._fitting_bytes = [nbytes for _, nbytes in self._saved_bytes()]
+        self._alike = (self._alike if self._look == self._last_look else 0) + 1 if outcome.fitted else 0
+        self._last_look, self._last_peak_bytes = self._look, outcome.unevicted_peak_bytes
+        self._last_bytes = [nbytes for _, nbytes in self._saved_bytes()]
 
     def _one_more(self, family: Family) -> None:
         """A step of the family has been recorded whole."""
