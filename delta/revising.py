@@ -104,8 +104,7 @@ class Revising:
         if profile.plan is known and limit_bytes is not None:
             profile.over_bytes = ended.outcome.peak_bytes - limit_bytes
         settled = profile.plan is known and self._settled(profile, ended)
-        unsure = ended.outcome.over and profile.can_tighten
-        profile.routine = self._routine(profile, ended) if settled and not unsure else None
+        profile.routine = self._routine(profile, ended) if settled else None
 
     def align(self, profile: Profile, profiles: Iterable[Profile], ended: Ended) -> None:
         """Have a way of a branching program do what larger ones do that begin alike, and follow a routine at once."""

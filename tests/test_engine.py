@@ -1018,6 +1018,29 @@ def test_a_storage_larger_than_any_before_finds_room_before_it_counts():
     assert before <= 450 and toy.engine.ledger.peak_resident_bytes <= 450
 
 
+@pytest.mark.parametrize(("kept_free_bytes", "evicted"), [(0, True), (99, True), (100, False), (150, False)])
+def test_what_is_kept_free_for_ops_is_room_for_what_comes_next(monkeypatch, kept_free_bytes, evicted):
+    monkeypatch.setattr(Engine, "working_bytes", kept_free_bytes)
+    toy = Toy(300, ("keep", "recompute"))
+    toy.source(10, 100)
+    for record in (1, 2, 3):
+        toy.op(record, 100, [10])
+        done = toy.save(record, 10 * record)
+        toy.let_go(record)
+    assert (Drop(1, Action.RECOMPUTE) in done) == evicted
+
+
+def test_what_counts_by_its_first_save_is_not_told_of_as_coming_again():
+    """Of its second tensor, and of what the next storage has in use when it is looked at."""
+    toy = Toy(1000)
+    uncounted_bytes = toy.engine.expected.uncounted_bytes
+    toy.op(1, 100)
+    assert (uncounted_bytes(0, 1, 100), uncounted_bytes(0, None, 50)) == (100, 50)
+    toy.save(1, 10)
+    assert (uncounted_bytes(0, 1, 100), uncounted_bytes(0, None, 50)) == (0, 0)
+    assert (uncounted_bytes(1, 1, 100), uncounted_bytes(1, None, 50)) == (0, 50)
+
+
 def test_what_backward_or_the_program_still_uses_is_not_evicted_in_backward():
     """Letting go of it would free nothing: the next one has to."""
     toy = Toy(10_000, RECOMPUTE)

@@ -105,6 +105,23 @@ def run():
     return Run()
 
 
+@pytest.mark.parametrize(
+    ("peak", "unevicted", "limit", "evicted", "fitted"),
+    [
+        (9, 9, 9, False, True),
+        (9, 9, 9, True, False),
+        (10, 9, 9, False, False),
+        (8, 10, 9, False, False),
+        (10, 10, None, True, True),
+    ],
+)
+def test_a_step_has_fitted_where_nothing_had_to_go_for_its_limit(
+    peak: int, unevicted: int, limit: int | None, evicted: bool, fitted: bool
+) -> None:
+    at = Outcome(peak_bytes=peak, unevicted_peak_bytes=unevicted, limit_bytes=limit, evicted=evicted, forced={})
+    assert at.fitted == fitted
+
+
 def test_no_more_steps_are_timed_than_a_family_is_observed_for(run):
     """Of a program without two steps alike each would be."""
     timed = []

@@ -137,6 +137,15 @@ def test_what_does_not_follow_from_the_input_s_size_is_not_foretold(run: Run) ->
     assert not any(told), told
 
 
+@pytest.mark.parametrize(("more", "told"), [(700, True), (800, False)])
+def test_nor_is_what_follows_from_it_in_several_ways_that_are_far_apart(more: int, told: bool) -> None:
+    """Three sizes do not tell which sum of two terms g is; at this one the most is 1.098 and 1.103 of the least."""
+    run = Run(100_000)
+    for count, size in enumerate(WARM):
+        run.step(*size, more=more * (count == 2), peak=1)
+    assert (run.step(3, 50)[0] is PLANNED) is told
+
+
 def test_sizes_that_round_up_to_the_same_share_a_plan(run: Run) -> None:
     run.warm()
     asked = len(run.asked)
