@@ -788,6 +788,23 @@ def test_what_the_heap_keeps_makes_way_for_every_copy_back_and_replay(monkeypatc
     assert report.modes["planned"] >= 3
 
 
+def test_what_a_replay_makes_in_the_place_of_another_needs_no_way(monkeypatch):
+    """A routine's step: nobody but the sigmoid asks for twice the product, which is made again where that was."""
+    layers, asked = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), []
+    monkeypatch.setattr(Gauge, "make_way", lambda gauge, nbytes: asked.append(nbytes))
+    chosen = delta.load_policy("recompute", {"filter.min_bytes": 4096})
+    with delta.evict(layers, activations="60%", policy=chosen, device="cpu") as run:
+        for _ in range(8):
+            asked.clear()
+            before_bytes, found = run.report().recomputed_bytes, torch.randn(256, 64)
+            for layer in layers:
+                found = torch.sigmoid(2 * layer(found))
+            found.square().mean().backward()
+        again_bytes = run.report().recomputed_bytes - before_bytes
+    assert 0 in asked
+    assert sum(asked) + asked.count(0) * 64 * 1024 == again_bytes
+
+
 def test_beside_of_two_steps():
     one, two = Beside(Track([1], [3]), Track([2], [0]), [7]), Beside(Track([4], [1]), Track([5], [6]), [2])
     assert two.after(one) == Beside(Track([4], [3]), Track([5], [6]), [7])
