@@ -52,6 +52,11 @@ _ON_CPU = (
     (_flushes, torch.set_flush_denormal),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+    (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
+    (
+        torch._C._get_cpu_allow_fp16_reduced_precision_reduction,  # type: ignore[attr-defined]
+        torch._C._set_cpu_allow_fp16_reduced_precision_reduction,  # type: ignore[attr-defined]
+    ),
     _precision("mkldnn", "matmul"),
     _precision("mkldnn", "conv"),
 )
@@ -71,6 +76,7 @@ _ON_CUDA = (
     ),
     (torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation),
     (torch._C._get_blas_preferred_backend, torch._C._set_blas_preferred_backend),
+    (torch._C._get_linalg_preferred_backend, torch._C._set_linalg_preferred_backend),
 )
 _ALL = _EVERYWHERE + _ON_CPU + (_ON_CUDA if torch.backends.cuda.is_built() else ())
 _READ = tuple(read for read, _ in _ALL)

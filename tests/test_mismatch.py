@@ -439,3 +439,27 @@ def test_the_error_tells_the_rule_that_helps(monkeypatch):
     expected = batch().requires_grad_()
     expected.sin().exp().sin().exp().sum().backward()
     assert torch.equal(x.grad, expected.grad)
+
+
+def test_a_convolution_is_replayed_by_the_library_that_ran_it() -> None:
+    """Without oneDNN it is NNPACK that takes a large batch, where the program lets it."""
+
+    def trained() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        given, weight, found = torch.randn(16, 8, 20, 20), torch.randn(8, 8, 3, 3, requires_grad=True), []
+        with torch.backends.mkldnn.flags(enabled=False):
+            for _ in range(3):
+                x = given * 1.0
+                for _ in range(3):
+                    x = torch.conv2d(x, weight, padding=1).tanh()
+                loss = x.square().sum()
+                del x
+                with torch.backends.nnpack.flags(enabled=False):
+                    found += torch.autograd.grad(loss, weight)
+        return found
+
+    plain = trained()
+    policy = delta.load_policy("recompute", {"filter.min_bytes": 0})
+    with delta.evict(activations="20%", policy=policy, device="cpu"):
+        evicted = trained()
+    assert all(map(torch.equal, plain, evicted))
