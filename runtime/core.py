@@ -135,6 +135,7 @@ class Core(Entrance):
         """In a forked process, such as a data loader's worker: what it has inherited of the block does nothing there.
         The threads behind it are gone, a card cannot be used, and a lock may be held for ever."""
         self.open_in_child()
+        self.timeline.abandon()
         self.abandoned = True
         self.pass_for_ever()
         self.at_unpack = _refuse_in_child
@@ -510,7 +511,10 @@ class Core(Entrance):
 
     # -- the end --------------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """The block has ended: no thread stays. What handles still need stays until the last of them dies."""
+        """The block has ended: no thread stays. What handles still need stays until the last of them dies. All of it
+        is the other process's where this one was forked from it."""
+        if self.abandoned:
+            return
         self.at_pack = self.at_unpack = _nothing
         self.device.stop()
         self.planning.close()

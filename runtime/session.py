@@ -258,10 +258,8 @@ class evict(ContextDecorator):
         stack.callback(core.close)
         if not budget.unlimited:
             device.expand(True)
-            stack.callback(device.expand, False)
         if budget.device_bytes is not None:
             device.cap(budget.device_bytes)
-            stack.callback(device.cap, None)
         self._daemon = daemon = Daemon(core.sample, SAMPLE_S if timeline.active else IDLE_S, "delta-daemon")
         daemon.start()
         stack.callback(daemon.stop)

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import delta
 from delta.errors import DeltaError
 from delta.runtime.core import Core
 from delta.runtime.recorder import Recorder
+from delta.runtime.spill import SpillFile
+from delta.timeline import read_timeline
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -144,3 +147,37 @@ def test_what_is_inherited_does_nothing_though_a_lock_is_held(share: str | None)
         model.zero_grad()
         saved[0].backward()
     assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_child_that_leaves_the_block_leaves_what_is_the_parent_s(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its I/O threads are those of the parent, and so is the file of events."""
+    model, policy = net(), delta.load_policy("swap", {"filter.min_bytes": 0})
+    path, begun, go_on = tmp_path / "t.jsonl.gz", threading.Event(), threading.Event()
+    write = SpillFile.write
+
+    def late(*given: Any) -> None:
+        begun.set()
+        go_on.wait()
+        write(*given)
+
+    with delta.evict(activations="50%", policy=policy, device="cpu", timeline=path) as run:
+        core = run._core
+        assert core is not None
+        for _ in range(3):
+            step(model).backward()
+        kept = step(model) if saved else None
+        with monkeypatch.context() as patch:
+            patch.setattr(SpillFile, "write", late)
+            core.device.copy_out(torch.UntypedStorage(2**16))
+            begun.wait()
+            core.sample()
+            assert in_a_child(lambda: run.__exit__(None, None, None)) == 0
+            go_on.set()
+        if kept is not None:
+            kept.backward()
+        step(model).backward()
+    events = list(read_timeline(path)[1])
+    assert len(events) == len(set(map(str, events)))

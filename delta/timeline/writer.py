@@ -59,6 +59,16 @@ class Timeline:
             except OSError as error:
                 self._warn(error)
 
+    def abandon(self) -> None:
+        """In a forked process, which has the same file open: what waits is the other one's to write, and so is what
+        closing adds to a file that is packed.
+        """
+        self._pending.clear()
+        self.active = False
+        if self._file is not None:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._file.fileno())
+
     def _write(self, text: str) -> None:
         if self._file is None:
             return

@@ -267,7 +267,9 @@ class Device(Protocol):
         ...
 
     def stop(self) -> None:
-        """Finish what is pending and end the I/O threads. Transfers asked for later run in the caller's thread."""
+        """Finish what is pending and end the I/O threads; no budget holds any more, and the allocator is as it was.
+        Transfers asked for later run in the caller's thread.
+        """
         ...
 
     def close(self) -> None:

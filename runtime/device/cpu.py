@@ -218,6 +218,7 @@ class CpuDevice:
         return run
 
     def stop(self) -> None:
+        self.cap(None)
         self._peak_watch.close()
         self._lane.stop()
 

@@ -304,6 +304,8 @@ class CudaDevice:
         return self._card.as_here(run)
 
     def stop(self) -> None:
+        self.cap(None)
+        self.expand(False)
         if self._spilling is not None:
             self._spilling.lane.stop()
         self._land_all()
@@ -311,8 +313,6 @@ class CudaDevice:
     def close(self) -> None:
         self.stop()
         self._closed = True
-        self.cap(None)
-        self.expand(False)
         if self._spilling is not None:
             self._spilling.close()
         self._pool.close()
