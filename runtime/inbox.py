@@ -27,6 +27,7 @@ _Note = (
     | tuple[Literal["noted"], Kept, weakref.ref[Made]]
     | tuple[Literal["went"], weakref.ref[Made]]
     | tuple[Literal["note"], Readers, Sequence[int]]
+    | tuple[Literal["watched"], int, int]
 )
 
 
@@ -77,6 +78,11 @@ class Inbox:
         if self._many():
             self._take_in()
 
+    def watched_step_ended(self, peak_bytes: int, began_ns: int) -> None:
+        """A step that was only watched has ended with the death of its last saved tensor."""
+        self.notes.append(("watched", peak_bytes, began_ns))
+        self._take_in()
+
     def _many(self) -> bool:
         core = self._core
         return len(self.notes) >= min(_MANY, core.engine.ledger.own_handles) or core.closing
@@ -106,6 +112,9 @@ class Inbox:
                     continue
                 if note[0] == "went":
                     core.noted.went(note[1])
+                    continue
+                if note[0] == "watched":
+                    core.watched_step(note[1], note[2])
                     continue
                 if note[0] == "note":
                     core.noted.note_died(note[1], note[2])

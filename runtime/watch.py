@@ -156,7 +156,7 @@ class Watch:
             if ended:
                 self._forget_dead()
         if ended:  # not under the lock: the core takes its own first and this one second
-            self._core.watched_step(self.peak_bytes, self._began_ns)
+            self._core.inbox.watched_step_ended(self.peak_bytes, self._began_ns)
 
     def _take_out(self) -> bool:
         """Whether the step under way has ended by it."""

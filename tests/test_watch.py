@@ -292,3 +292,21 @@ def test_what_is_left_over_of_a_step_that_was_looked_after_takes_room(spill_dir)
         more = (large * 3).sin()
         assert run._core.watch.count == 0, "both together are too much, so all are looked after"
         (left_over.sum() + more.sum() + saved.sum()).backward()
+
+
+def test_the_end_of_a_watched_step_waits_for_nobody() -> None:
+    """It may come in a collection of garbage, in a thread that somebody in the core waits for."""
+    net = model()
+    with delta.evict(device="cpu") as run:
+        core = run._core
+        assert core is not None
+        step(net, 8)
+        saved = [net(torch.ones(8, WIDTH)).sum()]
+        with core:
+            collector = threading.Thread(target=saved.clear)
+            collector.start()
+            collector.join(10)
+            waits = collector.is_alive()
+        collector.join()
+        assert not waits
+        assert run.report().modes == {"idle": 2}
