@@ -91,7 +91,7 @@ def _cupy_slab(nbytes: int) -> Slab:
 
 def _torch_slab(nbytes: int) -> Slab:
     """A slab is a power of two as a rule, so PyTorch's rounding costs nothing. It is freed with its last piece."""
-    return Slab(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), _nothing)
+    return Slab(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True), _nothing)
 
 
 def _nothing() -> None:

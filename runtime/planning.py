@@ -84,7 +84,8 @@ class _Search:
             self._found = files.enter_context(TemporaryFile())
             pickle.dump(task, given, protocol=pickle.HIGHEST_PROTOCOL)
             given.seek(0)
-            start = f"import sys; sys.path[:] = {sys.path!r}; from delta.aside import main; main()"
+            search = [str(place) for place in sys.path]  # a program may have put a `Path` there
+            start = f"import sys; sys.path[:] = {search!r}; from delta.aside import main; main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", start], stdin=given, stdout=self._found, stderr=subprocess.DEVNULL
             )

@@ -106,7 +106,8 @@ def _put_off(value: Tensor, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
         return
     nowhere = tensor_at(0, storage.nbytes()).untyped_storage()
-    value.data = torch.empty(0, dtype=value.dtype).set_(nowhere, value.storage_offset(), value.size(), value.stride())
+    empty = torch.empty(0, dtype=value.dtype, device="cpu")
+    value.data = empty.set_(nowhere, value.storage_offset(), value.size(), value.stride())
 
 
 def reads_no_input(args: Sequence[Any]) -> bool:

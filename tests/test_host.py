@@ -189,7 +189,7 @@ def test_where_nothing_can_be_registered_cupy_pins_if_it_is_there_else_torch(
     monkeypatch.setattr(torch, "empty", lambda nbytes, **how: asked.append(how) or empty(nbytes, dtype=how["dtype"]))
     slab = pinned.slab_source(None)(4096)
     assert (slab is of_cupy) is installed and slab.nbytes == 4096
-    assert asked == ([] if installed else [{"dtype": torch.uint8, "pin_memory": True}])
+    assert asked == ([] if installed else [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}])
 
 
 def test_cuda_forgets_that_nothing_could_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:

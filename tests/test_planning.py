@@ -465,6 +465,15 @@ def test_the_process_finds_what_the_planner_finds():
     search.stop()
 
 
+def test_a_path_among_the_places_of_modules_is_passed_over(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # by Python as well
+    graph = next(graph for graph in map(random_step, range(40)) if graph.unevicted_bytes)
+    search = planning._Search(a_task(graph, graph.unevicted_bytes * 60 // 100))
+    wait_for(search)
+    assert search.plan() is not None
+    search.stop()
+
+
 def test_a_process_that_fails_has_found_nothing():
     search = planning._Search("no task")
     wait_for(search)
