@@ -18,7 +18,6 @@ class Gauge:
         # Of a process only levels are seen: what an op makes and its reader drops is there when the op has ended.
         self.closely = self.on and device.hoards
         self._watching = False  # what is in use between two looks
-        self._kept_bytes = 0  # by the allocator, as far as is known
 
     def look(self, own: bool = False, uncounted_bytes: int = 0) -> None:
         """Tell the engine what is in use; `own`: after Delta's own work. `uncounted_bytes`: of what is being saved, and
@@ -32,12 +31,11 @@ class Gauge:
         now, peak = device.in_use()
         used = device.used_bytes() if device.hoards else now
         # What the allocator merely keeps is neither an activation nor in use, and the next op may not fit into it.
-        if used - now > _KEPT_BYTES and (
+        if device.kept_bytes > _KEPT_BYTES and (
             self._engine.observes or used + self._engine.working_bytes > budget.whole_bytes
         ):
             device.trim()
             used = device.used_bytes()
-        self._kept_bytes = used - now
         if used > budget.whole_bytes:
             now = max(now, used)
         # A card's peak since the last look may be more than there was: it is the most that can have been.
@@ -55,11 +53,9 @@ class Gauge:
 
     def make_way(self, nbytes: int) -> None:
         """Delta is about to ask for so much, which may not fit into what the allocator keeps."""
-        if self._kept_bytes <= _KEPT_BYTES:
-            return
-        if self._device.used_bytes() + nbytes > self._engine.budget.whole_bytes:
-            self._device.trim()
-            self._kept_bytes = 0
+        device = self._device
+        if device.kept_bytes > _KEPT_BYTES and device.used_bytes() + nbytes > self._engine.budget.whole_bytes:
+            device.trim()
 
     def sample_bytes(self) -> int:
         """What is in use now, whatever the budget is on."""

@@ -548,7 +548,7 @@ def test_in_backward_a_peak_was_there_beside_what_has_died_since():
 
 def a_device(**facts: object) -> SimpleNamespace:
     """What a gauge asks of one; by default a process, of which nobody has to watch the peaks."""
-    return SimpleNamespace(**{"hoards": True, "watch_peaks": lambda on: None} | facts)
+    return SimpleNamespace(**{"hoards": True, "kept_bytes": 0, "watch_peaks": lambda on: None} | facts)
 
 
 @pytest.mark.parametrize(("hoards", "peak_bytes"), [(True, 900), (False, 700)])
@@ -574,11 +574,17 @@ def test_what_the_heap_keeps_makes_way_for_what_is_made_again(hoards, used_mib, 
     """Under 800 MiB, of which nothing is known that the program takes. Once trimmed nothing more is there to be."""
     engine = Toy(Budget(device_bytes=800 * MIB)).engine
     now, trimmed = (used_mib - kept_mib) * MIB, []
+
+    def trim() -> None:
+        trimmed.append(1)
+        device.kept_bytes = 0
+
     device = a_device(
         hoards=hoards,
+        kept_bytes=kept_mib * MIB if hoards else 0,
         in_use=lambda: (now, now),
         used_bytes=lambda: used_mib * MIB,
-        trim=lambda: trimmed.append(1),
+        trim=trim,
     )
     gauge = Gauge(engine, device)
     gauge.look()
@@ -601,6 +607,7 @@ def test_what_the_heap_keeps_goes_before_an_op_is_measured(monkeypatch, observes
     monkeypatch.setattr(Engine, "observes", observes)
     monkeypatch.setattr(Engine, "working_bytes", working_mib * MIB)
     device = a_device(
+        kept_bytes=kept_mib * MIB,
         in_use=lambda: (now, now),
         used_bytes=lambda: now if trimmed else 790 * MIB,
         trim=lambda: trimmed.append(1),

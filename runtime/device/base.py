@@ -123,6 +123,8 @@ class Device(Protocol):
     torch_device: torch.device
     hoards: bool
     """Whether `used_bytes` counts memory that was freed but not given back, so that `trim` lowers it."""
+    kept_bytes: int
+    """Of that, what was merely kept when `in_use` was last asked, as far as is known; 0 after `trim`."""
     copy_ns: int
     """What a copy takes from compute beside the part of its time that `interference` tells of."""
     replay_ns: int

@@ -50,6 +50,7 @@ class ChaosDevice:
 
     kind = "chaos"
     hoards = False
+    kept_bytes = 0
     copy_ns = 0
     replay_ns = 0
     spill_directory: str | None = None

@@ -69,7 +69,7 @@ class CpuDevice:
         self._huge_pages: HugePages | None = None
         self._beside_heap_bytes: int | None = None  # resident when nothing was merely kept
         self._peak_bytes = peak_resident_bytes()
-        self._kept_bytes = 0  # by the heap, at the last look
+        self.kept_bytes = 0  # by the heap, at the last look
         self._before_trim_bytes = 0  # the most in use since that look, where something was trimmed away after it
         self._peak_watch = PeakWatch(self._meter)
 
@@ -93,7 +93,7 @@ class CpuDevice:
         self._before_trim_bytes = 0
         if given_out is not None and self._beside_heap_bytes is not None:
             now = min(now, given_out + self._beside_heap_bytes)
-        self._kept_bytes = max(0, resident - now)
+        self.kept_bytes = max(0, resident - now)
         return now, max(now, peak)
 
     def _most_in_use(self) -> int:
@@ -104,7 +104,7 @@ class CpuDevice:
             resident = self._peak_bytes
         if self._budget_bytes is not None and resident > self._budget_bytes:
             return resident
-        return max(resident - self._kept_bytes, min(given_out + (self._beside_heap_bytes or 0), resident))
+        return max(resident - self.kept_bytes, min(given_out + (self._beside_heap_bytes or 0), resident))
 
     def watch_peaks(self, on: bool) -> None:
         if on:
@@ -193,7 +193,7 @@ class CpuDevice:
         if given_out is not None:  # which may not all be resident yet: the most that was ever seen counts
             beside_bytes = self._meter.read_bytes() - given_out
             self._beside_heap_bytes = max(self._beside_heap_bytes or 0, beside_bytes)
-        self._kept_bytes = 0
+        self.kept_bytes = 0
         self._peak_watch.take()  # of what was kept until then
 
     def trim_host(self) -> None:

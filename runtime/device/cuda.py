@@ -74,6 +74,7 @@ class CudaDevice:
 
     kind = "cuda"
     hoards = False
+    kept_bytes = 0
     copy_ns = _COPY_NS
     replay_ns = _REPLAY_NS
 
