@@ -139,8 +139,6 @@ class SpillFile:
         while done < nbytes:
             try:
                 moved = call(fd, pieces.rest(piece.views, done), piece.offset_bytes + done)
-            except InterruptedError:
-                moved = 0
             except OSError as error:
                 raise self._failed(verb, error, nbytes) from error
             step = self._usable(moved)

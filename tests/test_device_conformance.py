@@ -358,7 +358,7 @@ def test_the_clock_counts(rig: Rig) -> None:
 @pytest.mark.parametrize("name", ["cpu", "chaos:0", "simulated:0", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_a_full_host_changes_nothing(name: str, spill_dir: Path) -> None:
     rig = make_rig(name, spill_dir, room_bytes=2 * BIG)
-    assert rig.device.host_limit_bytes() == 2 * BIG
+    assert rig.device._limit_bytes == 2 * BIG
     first, second = rig.out(BIG, 1), rig.out(BIG, 2)
     storage = rig.storage(4096, 3)
     with pytest.raises(HostFullError, match=r"host\.limit"):

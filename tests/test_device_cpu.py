@@ -211,7 +211,7 @@ def test_a_copy_out_that_nobody_wants_is_given_up(device: CpuDevice, monkeypatch
 
 def test_the_host_limit_is_a_share_of_the_disk(spill_dir: Path) -> None:
     device = CpuDevice(HostConfig(spill_dir=str(spill_dir), limit=Share(0.25)))
-    assert device.host_limit_bytes() == pytest.approx(psutil.disk_usage(str(spill_dir)).free / 4, rel=0.05)
+    assert device._limit_bytes == pytest.approx(psutil.disk_usage(str(spill_dir)).free / 4, rel=0.05)
     device.close()
 
 

@@ -171,7 +171,7 @@ def test_a_full_host_changes_nothing(program, policy, budget, seed, host_bytes):
     with block(policy, budget, seed, **{"host.limit": host_bytes}) as run:
         evicted = numbers(program)
     assert_same(plain, evicted)
-    assert run._core.device.host_limit_bytes() == host_bytes
+    assert run._core.device._limit_bytes == host_bytes
 
 
 @examples(40)

@@ -230,10 +230,6 @@ class Device(Protocol):
         """Host room in use now."""
         ...
 
-    def host_limit_bytes(self) -> int:
-        """Host room that may be used."""
-        ...
-
     def clock(self) -> OpClock: ...
 
     def trim(self) -> None:

@@ -160,9 +160,6 @@ class ChaosDevice:
     def host_bytes(self) -> int:
         return self._host_bytes
 
-    def host_limit_bytes(self) -> int:
-        return self._limit_bytes
-
     def clock(self) -> OpClock:
         return self._clock
 

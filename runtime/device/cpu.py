@@ -178,9 +178,6 @@ class CpuDevice:
     def host_bytes(self) -> int:
         return self._spill.used_bytes
 
-    def host_limit_bytes(self) -> int:
-        return self._limit_bytes
-
     def clock(self) -> OpClock:
         return self._clock
 

@@ -239,9 +239,6 @@ class CudaDevice:
     def host_bytes(self) -> int:
         return self._pool.used_bytes + (self._spilling.file.used_bytes if self._spilling else 0)
 
-    def host_limit_bytes(self) -> int:
-        return self._limit_bytes
-
     def clock(self) -> OpClock:
         return self._clock
 
