@@ -150,7 +150,7 @@ def test_deaths_are_told_of_some_at_a_time(session: Core, monkeypatch: pytest.Mo
     drain = Core._drain
 
     def counting(core: Core) -> None:
-        drains.append(sum(what == "unsaved" for what, _ in core.inbox.notes))
+        drains.append(sum(note[0] == core.inbox._unsaved for note in core.inbox.notes))
         drain(core)
 
     monkeypatch.setattr(Core, "_drain", counting)
