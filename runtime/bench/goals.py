@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from delta.runtime.bench.options import RIVALS, BenchOptions
 from delta.runtime.bench.result import DELTA, IDENTICAL, BenchResult, ModelResult, Row
-from delta.runtime.device.cuda import RESERVED_RATIO
+from delta.runtime.device.reserve import RESERVED_RATIO
 from delta.units import format_bytes, parse_size
 
 IDLE_RATIO = 1.01

@@ -22,7 +22,7 @@ from delta.runtime import zoo
 from delta.runtime.bench.search import largest
 from delta.runtime.demo_process import HEAP, OutOfMemory, WorkerProcess
 from delta.runtime.demo_worker import Spec
-from delta.runtime.device.cuda import RESERVED_RATIO
+from delta.runtime.device.reserve import RESERVED_RATIO
 from delta.runtime.side_by_side import SETTLING_STEPS, STEPS_BEFORE
 from delta.runtime.tracing import plain_spec
 from delta.runtime.ways import unavailable

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import torch
 
 from delta.config import HostConfig
-from delta.errors import BudgetError, HostFullError, SwapError
+from delta.errors import HostFullError, SwapError
 from delta.runtime import cudnn
-from delta.runtime.device.accelerator import Accelerator, Event, MemoryUse, Stream
+from delta.runtime.device.accelerator import Accelerator, Event, Stream
 from delta.runtime.device.base import Bandwidth, Direction, HostBlock, MemoryBlock, OpClock, R, Ticket
 from delta.runtime.device.cuda_clock import EventClock
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import BlockBook, Rates, limit_bytes
+from delta.runtime.device.reserve import Reserve
 from delta.runtime.device.staged import StagedMover
 from delta.runtime.device.streams import ComputeStreams
 from delta.runtime.host import Piece, PinnedPool
@@ -40,11 +41,6 @@ _INTERFERENCE = 0.02  # copy engines do the work: an H100 lost 0 to 3 %
 # an op to be replayed takes 0.2 ms of it, in forward and backward, and a copy out and back 0.7; the host of that card
 # took twice as long for all that could be compared. About half of that, since not all of it counts.
 _COPY_NS, _REPLAY_NS = 100_000, 200_000
-# Of a budget, or of what is in use at most, what the allocator may reserve from the card: it does so in segments, and
-# what is free in one that is in use may be too small for the next request.
-RESERVED_RATIO = 1.05
-_SEGMENT_BYTES = 20 * 2**20  # what the allocator reserves at least for a large request
-_WORTH_IT = 0.02  # of what may be reserved: with so much more unused, giving back is tried again
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -93,11 +89,8 @@ class CudaDevice:
         self._clock = EventClock(card)
         self.spill_directory = host.spill_dir
         self.in_order = host.spill_dir is None
-        self._most_reserved_bytes: int | None = None
-        self._program_s_fraction = 1.0
-        self._stuck_bytes = 0  # reserved, not given out, and not to be given back
-        self._enforced = self._closed = False
-        self._last_use = card.memory_use()
+        self._reserve = Reserve(card)
+        self._closed = False
         if not card.counts():
             cudnn.note_fall_back()  # nobody would tell of one
         self._spilling = (
@@ -111,24 +104,7 @@ class CudaDevice:
         return self._card.allocated_bytes()
 
     def in_use(self) -> tuple[int, int]:
-        """The allocator's peak is the program's to reset, so it tells only where it has risen. Else the peak was at
-        most what was in use before and all that has been asked for since, and no higher than the allocator's.
-
-        Where it refuses nothing, segments nobody uses are given back here once it has reserved more than it may.
-        """
-        before, now = self._last_use, self._card.memory_use()
-        self._last_use = now
-        if not self._enforced:
-            self._return_excess(now)
-        if now.peak_bytes > before.peak_bytes:
-            return now.now_bytes, now.peak_bytes
-        asked_bytes = now.ever_bytes - before.ever_bytes
-        if asked_bytes < 0:  # the program has reset what counts that
-            return now.now_bytes, now.peak_bytes
-        most = before.now_bytes + asked_bytes
-        if now.peak_bytes == before.peak_bytes:
-            most = min(most, now.peak_bytes)
-        return now.now_bytes, max(now.now_bytes, most)
+        return self._reserve.in_use()
 
     def watch_peaks(self, on: bool) -> None:
         """The allocator counts them."""
@@ -252,9 +228,7 @@ class CudaDevice:
         self._pool.trim_idle()
 
     def trim_reserved(self) -> None:
-        use = self._card.memory_use()
-        if use.reserved_bytes > RESERVED_RATIO * use.peak_bytes:
-            self._card.empty_cache()
+        self._reserve.trim()
 
     def expand(self, on: bool) -> None:
         self._card.expand_segments(on)
@@ -262,41 +236,10 @@ class CudaDevice:
             self._card.empty_cache()  # segments of the kind that was
 
     def cap(self, budget_bytes: int | None) -> None:
-        if budget_bytes is not None and not self._card.counts():
-            raise BudgetError(
-                "budget= needs PyTorch's own allocator, which says what is in use, and another one is set "
-                "(PYTORCH_CUDA_ALLOC_CONF=backend:..., or a pluggable one); take that back, or give activations="
-            )
-        if budget_bytes is not None and self._most_reserved_bytes is None:
-            self._program_s_fraction = self._card.fraction()
-        self._most_reserved_bytes = None if budget_bytes is None else int(budget_bytes * RESERVED_RATIO)
-        self.enforce(False)
+        self._reserve.cap(budget_bytes)
 
     def enforce(self, on: bool) -> None:
-        """Have the allocator raise its out-of-memory error inside the op that would go over the cap, or let it go."""
-        enforced = on and self._most_reserved_bytes is not None
-        if enforced == self._enforced:
-            return
-        self._enforced = enforced
-        if enforced:
-            self._return_excess(self._card.memory_use())
-        fraction = self._program_s_fraction
-        if enforced and self._most_reserved_bytes is not None:
-            fraction = min(fraction, self._most_reserved_bytes / self._card.total_bytes())
-        self._card.limit(fraction)
-
-    def _return_excess(self, use: MemoryUse) -> None:
-        """Give back segments that nobody uses, if too much is reserved and there may be one. What could not be given
-        back the last time lies beside something that is in use, and to try again has the host wait for the card: it is
-        not, before more is unused or enough has been given back."""
-        if self._most_reserved_bytes is None or use.reserved_bytes <= self._most_reserved_bytes:
-            self._stuck_bytes = 0
-            return
-        idle_bytes = use.reserved_bytes - use.now_bytes
-        if idle_bytes - self._stuck_bytes >= max(_SEGMENT_BYTES, int(_WORTH_IT * self._most_reserved_bytes)):
-            self._card.empty_cache()
-            left = self._card.memory_use()
-            self._stuck_bytes = left.reserved_bytes - left.now_bytes
+        self._reserve.enforce(on)
 
     def as_here(self, run: Callable[[], R]) -> Callable[[], R]:
         return self._card.as_here(run)
