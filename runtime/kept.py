@@ -21,6 +21,7 @@ from delta.runtime.versions import within_op, without_graph
 from delta.types import Action, Kind, Look
 
 if TYPE_CHECKING:
+    from delta.routine import Routine
     from delta.runtime.core import Core
 
 
@@ -98,31 +99,44 @@ class KeptTensors:
             if gauge.on and (gauge.closely or drops or record is not None):
                 gauge.look(uncounted_bytes=self._expected.uncounted_bytes(order, record, nbytes))
             if not drops:
-                if record is None and order in routine.read:
-                    record = core.storages.create(tensor, Kind.ACTIVATION)
-                now_ns = time.perf_counter_ns()
-                if record is None:
-                    kept = self._expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
-                    if kept is None and (awaits := self._expected.await_for_save(order, nbytes)):
-                        with core:  # else more would have to be known of all that is noted, which takes room itself
-                            core.run(awaits)
-                        kept = self._expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
-                else:
-                    kept = self._expected.keep_record(order, record, key, signature, now_ns)
-                if kept is None:
-                    return None
-                if record is not None:
-                    core.slots[record].storage = storage
-                packed = KeptTensor(core, kept, tensor, self._step_ends.stretch, self._engine.stays(nbytes))
-                if (made := core.noted.made.get(key)) is not None and packed.tensor is not None:
-                    made.is_kept_as(tensor, packed.tensor)
-                self._tensors.append(weakref.ref(packed))
-                if core.timeline.active:
-                    core.emit_saved(kept.record, nbytes, order)
-                return packed
+                return self._kept(routine, order, tensor, storage, record, signature)
         if order in routine.noted and (noted := core.noted.pack(order, key, storage, tensor, signature)) is not None:
             return noted
         return self._dropped(order, tensor, storage, record, signature)
+
+    def _kept(
+        self,
+        routine: Routine,
+        order: int,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        record: int | None,
+        signature: int,
+    ) -> KeptTensor | None:
+        """The tensor itself; None where there is no room for it. What a replay reads or makes has a record."""
+        core = self._core
+        key, nbytes, now_ns = storage._cdata, storage.nbytes(), time.perf_counter_ns()
+        if record is None and order in routine.read:
+            record = core.storages.create(tensor, Kind.ACTIVATION)
+        if record is not None:
+            kept = self._expected.keep_record(order, record, key, signature, now_ns)
+        else:
+            kept = self._expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
+            if kept is None and (awaits := self._expected.await_for_save(order, nbytes)):
+                with core:  # else more would have to be known of all that is noted, which takes room itself
+                    core.run(awaits)
+                kept = self._expected.keep(order, key, signature, nbytes, core.next_id, now_ns)
+        if kept is None:
+            return None
+        if record is not None:
+            core.slots[record].storage = storage
+        packed = KeptTensor(core, kept, tensor, self._step_ends.stretch, self._engine.stays(nbytes))
+        if (made := core.noted.made.get(key)) is not None and packed.tensor is not None:
+            made.is_kept_as(tensor, packed.tensor)
+        self._tensors.append(weakref.ref(packed))
+        if core.timeline.active:
+            core.emit_saved(kept.record, nbytes, order)
+        return packed
 
     def _dropped(
         self, order: int, tensor: Tensor, storage: torch.UntypedStorage, record: int | None, signature: int
