@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ LET_GO = (
 )
 
 
+@final
 class Handle:
     """A saved tensor whose bytes Delta looks after. Its death tells the core that backward is done with it."""
 

@@ -97,34 +97,34 @@ class Hooks:
         self._core.at_pack(caller)
 
     def unpack(self, packed: Handle | Watched | KeptTensor | NotedTensor | Passed) -> Tensor:
-        if type(packed) is Watched:
-            tensor = packed.tensor
-            if tensor is not None:
-                _, _, stretch = packed.saved
-                if not self._step_ends.needed or stretch != self._step_ends.stretch:
-                    self._watch.need(stretch)
-                if tensor._version != packed.version:
-                    raise _modified(tensor.dtype, tuple(tensor.size()), tensor._version, packed.version)
-                return tensor
-            assert packed.taken is not None
-            packed = packed.taken
+        if type(packed) is Handle:
+            return self._handled(packed)
         if type(packed) is Passed:
-            if self._elsewhere is not None:
-                if self.all_elsewhere is not None:
-                    self._core.engine.totals.warn("elsewhere", self.all_elsewhere)
-                    self._core.raise_warnings()
-                self._elsewhere = None
-            return _unchanged(packed.tensor, packed.version)
-        if type(packed) is KeptTensor:
-            if packed.taken is None:
-                return self._kept(packed)
-            packed = packed.taken
-        if type(packed) is NotedTensor:
-            if packed.taken is None and (found := self._noted(packed)) is not None:
-                return _for_its_node(packed, found)
-            assert packed.taken is not None
-            packed = packed.taken
-        assert type(packed) is Handle
+            return self._passed(packed)
+        if type(packed) is Watched and (tensor := packed.tensor) is not None:
+            return self._watched(packed, tensor)
+        if type(packed) is KeptTensor and packed.taken is None:
+            return self._kept(packed)
+        if type(packed) is NotedTensor and packed.taken is None and (found := self._noted(packed)) is not None:
+            return _for_its_node(packed, found)
+        assert packed.taken is not None
+        return self._handled(packed.taken)
+
+    def _watched(self, packed: Watched, tensor: Tensor) -> Tensor:
+        _, _, stretch = packed.saved
+        if not self._step_ends.needed or stretch != self._step_ends.stretch:
+            self._watch.need(stretch)
+        return _unchanged(tensor, packed.version)
+
+    def _passed(self, packed: Passed) -> Tensor:
+        if self._elsewhere is not None:
+            if self.all_elsewhere is not None:
+                self._core.engine.totals.warn("elsewhere", self.all_elsewhere)
+                self._core.raise_warnings()
+            self._elsewhere = None
+        return _unchanged(packed.tensor, packed.version)
+
+    def _handled(self, packed: Handle) -> Tensor:
         if packed.is_done:
             raise DeltaError(LET_GO)
         if packed.counter._version != packed.version:
@@ -139,12 +139,9 @@ class Hooks:
         return _for_its_node(packed, found)
 
     def _kept(self, packed: KeptTensor) -> Tensor:
-        tensor = packed.tensor
-        if tensor is None:
+        if packed.tensor is None:
             raise DeltaError(LET_GO)
-        if tensor._version != packed.version:
-            raise _modified(tensor.dtype, tuple(tensor.size()), tensor._version, packed.version)
-        core = packed.core
+        tensor, core = _unchanged(packed.tensor, packed.version), packed.core
         core.at_unpack()
         core.kept.need(packed)
         return tensor if packed.stays else _for_its_node(packed, tensor)

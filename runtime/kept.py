@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from delta.runtime.core import Core
 
 
+@final
 class Passed:
     """A saved tensor that is none of Delta's business, or on a storage that autograd has alone by an earlier save."""
 
