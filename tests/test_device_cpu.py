@@ -16,7 +16,7 @@ import torch
 import delta
 from delta.config import HostConfig
 from delta.errors import HostFullError, PolicyError, SwapError
-from delta.runtime.device import cpu, make_device
+from delta.runtime.device import make_device, process_memory
 from delta.runtime.device.cpu import CpuDevice
 from delta.runtime.device.worker import Job, Worker
 from delta.runtime.pieces import BLOCK_BYTES
@@ -307,7 +307,7 @@ def test_a_peak_below_an_earlier_one_is_seen_only_where_peaks_are_watched(device
         device.trim()
         before = device.in_use()[0]
         tensor, end_s = torch.ones(8 * MIB), time.monotonic() + 10
-        while watched and device._peak_watch._most_bytes[1] < device.used_bytes() and time.monotonic() < end_s:
+        while watched and device._memory._peak_watch._most_bytes[1] < device.used_bytes() and time.monotonic() < end_s:
             time.sleep(1e-3)
         del tensor
         return device.in_use()[1] - before
@@ -354,12 +354,12 @@ def test_what_a_peak_is_where_the_heap_keeps_some(
     peak: int,
 ) -> None:
     seen = {"given_out": before, "resident": before + (beside or 100) + kept, "mark": 700, "watched": (0, 0)}
-    monkeypatch.setattr(cpu, "heap_bytes", lambda: seen["given_out"] * MIB)
-    monkeypatch.setattr(cpu, "peak_resident_bytes", lambda: seen["mark"] * MIB)
-    monkeypatch.setattr(device._meter, "read_bytes", lambda: seen["resident"] * MIB)
-    monkeypatch.setattr(device._peak_watch, "take", lambda: tuple(nbytes * MIB for nbytes in seen["watched"]))
-    monkeypatch.setattr(device, "_budget_bytes", budget * MIB if budget is not None else None)
-    monkeypatch.setattr(device, "_beside_heap_bytes", beside * MIB if beside is not None else None)
+    monkeypatch.setattr(process_memory, "heap_bytes", lambda: seen["given_out"] * MIB)
+    monkeypatch.setattr(process_memory, "peak_resident_bytes", lambda: seen["mark"] * MIB)
+    monkeypatch.setattr(device._memory._meter, "read_bytes", lambda: seen["resident"] * MIB)
+    monkeypatch.setattr(device._memory._peak_watch, "take", lambda: tuple(nbytes * MIB for nbytes in seen["watched"]))
+    monkeypatch.setattr(device._memory, "budget_bytes", budget * MIB if budget is not None else None)
+    monkeypatch.setattr(device._memory, "_beside_heap_bytes", beside * MIB if beside is not None else None)
     device.in_use()
     seen |= {
         "given_out": now,
@@ -376,12 +376,12 @@ def test_a_peak_before_a_trim_is_remembered_and_what_was_kept_then_is_none(
     """200 MiB are given out and 100 beside the heap. It keeps 50, and an op has 30 more for a moment, before all that
     it keeps is trimmed away; what is seen meanwhile is of before. Another op has 10 more then."""
     seen, told = {"resident": 350 * MIB}, iter([(0, 0), (0, 0), (0, 380), (0, 380), (0, 310), (0, 320)])
-    monkeypatch.setattr(cpu, "heap_bytes", lambda: 200 * MIB)
-    monkeypatch.setattr(cpu, "peak_resident_bytes", lambda: 700 * MIB)
-    monkeypatch.setattr(cpu, "trim_heap", lambda: seen.update(resident=300 * MIB))
-    monkeypatch.setattr(device._meter, "read_bytes", lambda: seen["resident"])
-    monkeypatch.setattr(device._peak_watch, "take", lambda: tuple(nbytes * MIB for nbytes in next(told)))
-    monkeypatch.setattr(device, "_beside_heap_bytes", 100 * MIB)
+    monkeypatch.setattr(process_memory, "heap_bytes", lambda: 200 * MIB)
+    monkeypatch.setattr(process_memory, "peak_resident_bytes", lambda: 700 * MIB)
+    monkeypatch.setattr(process_memory, "trim_heap", lambda: seen.update(resident=300 * MIB))
+    monkeypatch.setattr(device._memory._meter, "read_bytes", lambda: seen["resident"])
+    monkeypatch.setattr(device._memory._peak_watch, "take", lambda: tuple(nbytes * MIB for nbytes in next(told)))
+    monkeypatch.setattr(device._memory, "_beside_heap_bytes", 100 * MIB)
     device.in_use()
     assert device.in_use() == (300 * MIB, 300 * MIB)
     device.trim()
@@ -396,7 +396,7 @@ def test_once_trimmed_nothing_is_kept(device: CpuDevice, monkeypatch: pytest.Mon
     device.in_use()
     device.trim()
     resident = device.used_bytes() + 50 * MIB
-    monkeypatch.setattr(device._peak_watch, "take", lambda: (0, resident))
+    monkeypatch.setattr(device._memory._peak_watch, "take", lambda: (0, resident))
     assert device.in_use()[1] == resident
     del tensors
 

@@ -768,7 +768,7 @@ def test_what_backward_takes_is_known_after_one_step_of_a_process_that_had_more_
     net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(4)])
     chosen = delta.load_policy("recompute", {"filter.min_bytes": 4096})
     with delta.evict(net, budget=ResidentMeter().read_bytes() + 4 * MIB, policy=chosen, device="cpu") as run:
-        Works.watch = run._core.device._peak_watch
+        Works.watch = run._core.device._memory._peak_watch
         net[2:](Works.apply(net[:2](torch.randn(1024, 64)))).square().mean().backward()
         (profile,) = run._core.engine.learner.profiles
         working = profile.beside.needs.working

@@ -123,8 +123,6 @@ class Device(Protocol):
     torch_device: torch.device
     hoards: bool
     """Whether `used_bytes` counts memory that was freed but not given back, so that `trim` lowers it."""
-    kept_bytes: int
-    """Of that, what was merely kept when `in_use` was last asked, as far as is known; 0 after `trim`."""
     copy_ns: int
     """What a copy takes from compute beside the part of its time that `interference` tells of."""
     replay_ns: int
@@ -146,6 +144,11 @@ class Device(Protocol):
         """Of that, what is not merely kept by the allocator, now, and the most since this was last asked, as far as the
         device can tell: at least what is in use now, at most what was ever.
         """
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of `used_bytes`, what was merely kept when `in_use` was last asked, as far as is known; 0 after `trim`."""
         ...
 
     def watch_peaks(self, on: bool) -> None:

@@ -17,19 +17,11 @@ from delta.runtime.device.base import Bandwidth, Direction, HostBlock, OpClock, 
 from delta.runtime.device.contention import share_taken
 from delta.runtime.device.lane import FileLane, FileTicket
 from delta.runtime.device.parts import Rates, WallClock, limit_bytes, part_bytes
-from delta.runtime.device.peak_watch import PeakWatch
+from delta.runtime.device.process_memory import ProcessMemory
 from delta.runtime.landing import landing
 from delta.runtime.monitor import host_facts
 from delta.runtime.pieces import BLOCK_BYTES
-from delta.runtime.rawmem import (
-    HugePages,
-    ResidentMeter,
-    drop_pages,
-    heap_bytes,
-    peak_resident_bytes,
-    sole_owner,
-    trim_heap,
-)
+from delta.runtime.rawmem import HugePages, drop_pages, sole_owner
 from delta.runtime.spill import FileRoom, SpillFile
 
 _PROBE_BYTES = 4 * 2**20
@@ -64,53 +56,25 @@ class CpuDevice:
         self._mover = _HeapMover(self._spill)
         self._lane = FileLane(self._spill, self._mover, self._rates, self._limit_bytes)
         self._clock = WallClock()
-        self._meter = ResidentMeter()
-        self._budget_bytes: int | None = None
+        self._memory = ProcessMemory()
         self._huge_pages: HugePages | None = None
-        self._beside_heap_bytes: int | None = None  # resident when nothing was merely kept
-        self._peak_bytes = peak_resident_bytes()
-        self.kept_bytes = 0  # by the heap, at the last look
-        self._before_trim_bytes = 0  # the most in use since that look, where something was trimmed away after it
-        self._peak_watch = PeakWatch(self._meter)
 
     def capacity_bytes(self) -> int:
         return part_bytes(host_facts().total_bytes)
 
+    @property
+    def kept_bytes(self) -> int:
+        return self._memory.kept_bytes
+
     def used_bytes(self) -> int:
-        return self._meter.read_bytes()
+        return self._memory.resident_bytes()
 
     def in_use(self) -> tuple[int, int]:
-        """The heap says what it has given out; all that is resident beside it is there to stay. What is being read back
-        becomes resident only as it comes.
-
-        A peak is what the heap had given out, or what was resident without what the heap had kept at the last look:
-        an op that makes a tensor, frees it and makes another does not always get the same place again. Seen are those
-        that `watch_peaks` sees, and one that was higher than any before. Over the budget, all that was resident counts.
-        """
-        coming = self._lane.coming_bytes
-        resident, given_out = self._meter.read_bytes(), heap_bytes()
-        now, peak = resident + coming, max(self._before_trim_bytes, self._most_in_use())
-        self._before_trim_bytes = 0
-        if given_out is not None and self._beside_heap_bytes is not None:
-            now = min(now, given_out + self._beside_heap_bytes)
-        self.kept_bytes = max(0, resident - now)
-        return now, max(now, peak)
-
-    def _most_in_use(self) -> int:
-        """Since this was last asked; 0 if nobody has seen anything."""
-        given_out, resident = self._peak_watch.take()
-        before, self._peak_bytes = self._peak_bytes, peak_resident_bytes()
-        if self._peak_bytes > before:
-            resident = self._peak_bytes
-        if self._budget_bytes is not None and resident > self._budget_bytes:
-            return resident
-        return max(resident - self.kept_bytes, min(given_out + (self._beside_heap_bytes or 0), resident))
+        """What is being read back becomes resident only as it comes."""
+        return self._memory.in_use(self._lane.coming_bytes)
 
     def watch_peaks(self, on: bool) -> None:
-        if on:
-            self._peak_watch.start()
-        else:
-            self._peak_watch.stop()
+        self._memory.watch_peaks(on)
 
     def refusals(self) -> int:
         return 0
@@ -146,7 +110,7 @@ class CpuDevice:
 
         Without one the allocator may keep them: reusing warm pages is three times faster than faulting in new ones.
         """
-        if self._budget_bytes is None or storage.nbytes() < _MIN_DROP_BYTES or not sole_owner(storage, tensors):
+        if self._memory.budget_bytes is None or storage.nbytes() < _MIN_DROP_BYTES or not sole_owner(storage, tensors):
             return
         if torch.cuda.is_initialized() and storage.is_pinned():  # a card has these pages' addresses
             return
@@ -182,16 +146,9 @@ class CpuDevice:
         return self._clock
 
     def trim(self) -> None:
-        self._before_trim_bytes = max(self._before_trim_bytes, self._most_in_use())
-        trim_heap()
+        self._memory.trim()
         if self._huge_pages is not None:
             self._huge_pages.ask()
-        given_out = heap_bytes()
-        if given_out is not None:  # which may not all be resident yet: the most that was ever seen counts
-            beside_bytes = self._meter.read_bytes() - given_out
-            self._beside_heap_bytes = max(self._beside_heap_bytes or 0, beside_bytes)
-        self.kept_bytes = 0
-        self._peak_watch.take()  # of what was kept until then
 
     def trim_host(self) -> None:
         """Nothing is pinned: what leaves the device goes to the disk."""
@@ -203,7 +160,7 @@ class CpuDevice:
         """The system's allocator has its own ways."""
 
     def cap(self, budget_bytes: int | None) -> None:
-        self._budget_bytes = budget_bytes
+        self._memory.budget_bytes = budget_bytes
         if budget_bytes is not None:
             self._huge_pages = HugePages()
             self.trim()
@@ -216,13 +173,13 @@ class CpuDevice:
 
     def stop(self) -> None:
         self.cap(None)
-        self._peak_watch.close()
+        self._memory.stop()
         self._lane.stop()
 
     def close(self) -> None:
         self.stop()
         self._spill.close()
-        self._meter.close()
+        self._memory.close()
 
     def _probe(self) -> None:
         with self._copies() as copies:
