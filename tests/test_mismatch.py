@@ -441,6 +441,7 @@ def test_the_error_tells_the_rule_that_helps(monkeypatch):
     assert torch.equal(x.grad, expected.grad)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 def test_a_convolution_is_replayed_by_the_library_that_ran_it() -> None:
     """Without oneDNN it is NNPACK that takes a large batch, where the program lets it."""
 
