@@ -137,8 +137,9 @@ class Candidates:
 
     def pass_over(self, records: Iterable[Record]) -> None:
         """These are no candidates until `unstuck`."""
-        self._passed.update(rec.id for rec in records)
-        self._ledger.touched |= self._passed
+        passed = {rec.id for rec in records}
+        self._passed |= passed
+        self._ledger.touched |= passed
 
     def unstuck(self) -> None:
         """All are candidates again that were not for a moment."""

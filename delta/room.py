@@ -26,6 +26,10 @@ from delta.shortage import Shortage, parts_of
 from delta.totals import Totals
 from delta.types import Action, AwaitIn, AwaitOut, Drop, Encode, Encoding, Hold, Instruction, SwapOut
 
+# What was resident is added up anew, record by record, for a moment that is worse than the worst one known by this: in
+# a step that cannot be held every save may be the worst so far.
+WORSE = 1.01
+
 
 class Room:
     """Keeps what is resident under the limit of `budget`."""
@@ -374,7 +378,8 @@ class Room:
             return  # nobody would be told again, and in a step that cannot be held every save would add up all records
         limit = self.limit_bytes or 0
         worst = self._worst
-        if worst is None or needed_bytes - limit > worst.over_bytes or needed_bytes > worst.needed_bytes:
+        over_bytes = needed_bytes - limit
+        if worst is None or over_bytes > WORSE * worst.over_bytes or needed_bytes > WORSE * worst.needed_bytes:
             self._worst = self._shortage(limit, needed_bytes, coming_bytes)
 
     def _shortage(self, limit_bytes: int, needed_bytes: int, coming_bytes: int) -> Shortage:
