@@ -54,8 +54,10 @@ class Transfers:
         rec = self._ledger.records[record]
         self._ledger.set_host(record, Host.WHOLE)
         self._totals.swapped_in_bytes += rec.nbytes
-        goes = self._room.came_back(rec)
-        return goes if goes or rec.handles else self._settling.settle(record)
+        if goes := self._room.came_back(rec):
+            self._recall.went(rec)
+            return goes
+        return self._settling.settle(record) if not rec.handles else []
 
     def late(self, order: int) -> None:
         """A value, by the order of its first save, was needed while its copy back was still under way."""
