@@ -596,8 +596,7 @@ class Engine:
 
     def rescue(self, now_ns: int) -> list[Instruction]:
         """The device is out of memory: evict everything that can go at once."""
-        out, left_bytes = self._room.await_out(self.ledger.resident_bytes)
-        return out + self._room.evict(left_bytes, now_ns)
+        return self._room.rescue(now_ns)
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def _end_step(self, now_ns: int, whole: bool = True) -> list[Instruction]:

@@ -196,6 +196,26 @@ class Room:
         self, over_bytes: int, now_ns: int, coming_bytes: int = 0, guess: bool = False, spare_bytes: int = 0
     ) -> list[Instruction]:
         """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free."""
+        out, over_bytes = self._evict(over_bytes, now_ns, coming_bytes, spare_bytes)
+        coming_bytes = max(0, coming_bytes)
+        lenient_bytes = spare_bytes + (coming_bytes if guess else 0)
+        if over_bytes > lenient_bytes:
+            turned_back, over_bytes = self._turn_back(over_bytes, lenient_bytes)
+            out += turned_back
+        if over_bytes > lenient_bytes:
+            self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes)
+        return out
+
+    def rescue(self, now_ns: int) -> list[Instruction]:
+        """The device is out of memory: let go of all that can go. That something stays is no limit missed."""
+        awaited, left_bytes = self.await_out(self._ledger.resident_bytes)
+        gone, left_bytes = self._evict(left_bytes, now_ns)
+        return [*awaited, *gone, *self._turn_back(left_bytes, 0)[0]]
+
+    def _evict(
+        self, over_bytes: int, now_ns: int, coming_bytes: int = 0, spare_bytes: int = 0
+    ) -> tuple[list[Instruction], int]:
+        """What goes, as in `evict`, and what is over when nothing more can."""
         self._keeping.end()  # what is only counted might go as well
         self.candidates.limit_replays(self.limit_bytes)
         out: list[Instruction] = []
@@ -212,14 +232,7 @@ class Room:
             room_bytes += gone_bytes
             later_bytes += floating_bytes
         self.candidates.unstuck()
-        coming_bytes = max(0, coming_bytes)
-        lenient_bytes = spare_bytes + (coming_bytes if guess else 0)
-        if over_bytes > lenient_bytes:
-            turned_back, over_bytes = self._turn_back(over_bytes, lenient_bytes)
-            out += turned_back
-        if over_bytes > lenient_bytes:
-            self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes)
-        return out
+        return out, over_bytes
 
     def _turn_back(self, over_bytes: int, lenient_bytes: int) -> tuple[list[AwaitIn], int]:
         """Have copies back that are under way, and that nobody has asked for yet, let go of when they end, what is
