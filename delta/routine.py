@@ -308,6 +308,10 @@ def noted_ops(graph: StepGraph, plan: Plan, orders: Sequence[int], ops_before: S
     """
     replayed, settled_orders = _replayed(graph, plan), set(orders) - {-1}
     writers = _writers(graph)
+    readers: dict[int, list[int]] = {}  # by storage: the replayed ops that read it
+    for op in replayed:
+        for node in graph.ops[op].inputs:
+            readers.setdefault(node, []).append(op)
     noted = {
         op
         for op in replayed
@@ -318,22 +322,26 @@ def noted_ops(graph: StepGraph, plan: Plan, orders: Sequence[int], ops_before: S
             if graph.nodes[node].order >= 0 and graph.nodes[node].nbytes
         )
     }
-    while True:
-        read = {node for op in replayed - noted for node in graph.ops[op].inputs}
-        left = {
-            op
-            for op in noted
-            if read.isdisjoint(graph.ops[op].outputs)
-            and noted.issuperset(_makers(graph, plan, graph.ops[op].inputs))
+
+    def can_stay(op: int) -> bool:
+        call = graph.ops[op]
+        return (
+            all(reader in noted for node in call.outputs for reader in readers.get(node, ()))
+            and noted.issuperset(_makers(graph, plan, call.inputs))
             and all(
-                _is_passed_on(graph, node, writers[node], noted)
-                for node in graph.ops[op].inputs + graph.ops[op].outputs
-                if node in writers
+                _is_passed_on(graph, node, writers[node], noted) for node in call.inputs + call.outputs if node in writers
             )
-        }
-        if left == noted:
-            return noted
-        noted = left
+        )
+
+    todo = list(noted)
+    while todo:
+        if (op := todo.pop()) in noted and not can_stay(op):
+            noted.remove(op)
+            call = graph.ops[op]  # it has to be recorded: look again at those that stand or fall with it
+            todo += (maker for node in call.inputs if (maker := graph.nodes[node].op) is not None)
+            for node in call.outputs + tuple(node for node in call.inputs if node in writers):
+                todo += readers.get(node, ())
+    return noted
 
 
 def _writers(graph: StepGraph) -> dict[int, list[int]]:
