@@ -156,6 +156,8 @@ class Prices:
                     found[order] = None
                 continue
             for user in self._users[node]:
+                if user in self.replayed:
+                    continue  # whatever is made of that costs no more, and no less: no chain goes on behind it
                 for made in graph.ops[user].outputs:
                     if made not in seen:
                         seen.add(made)
