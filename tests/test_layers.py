@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOT_PURE = {"delta", "delta.__main__", "delta.cli"}  # the door, lazily, and the command line
 FORBIDDEN_IN_PURE = {"torch", "numpy", "threading", "time", "asyncio", "concurrent", "multiprocessing", "delta.runtime"}
-RECKONING = {"delta.planner.rehearsal": {"numpy"}}  # imported by who plans, when planning
+RECKONING = {"delta.planner.rehearsal": {"numpy"}, "delta.planner.greedy": {"numpy"}}  # ... when planning
 PROGRAMS = {
     "delta.runtime.demo_worker",
     "delta.runtime.bench.hot_path",

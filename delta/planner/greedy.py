@@ -25,7 +25,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
 
 from delta.planner.assemble import as_forecast
 from delta.planner.cuts import cut_links
@@ -243,24 +242,18 @@ class _Greedy:
 
     def _spared(self) -> list[int]:
         """Evictions for whose bytes there is room from their save to where they are back."""
-        now, graph = self.now, self.graph
-        forward = [self.limit - nbytes for nbytes in now.forward_bytes]
-        backward = [self.limit - nbytes for nbytes in now.resident_bytes]
-        after = list(accumulate(reversed(forward), min))[::-1]  # the least room from a save on
-        before = list(accumulate(backward, min))  # ... and up to a need
-        spared = []
+        import numpy as np  # here: few steps have so many storages
+
+        now, graph, spared = self.now, self.graph, []
+        forward = self.limit - np.array(now.forward_bytes, np.int64)  # the room after each save
+        backward = self.limit - np.array(now.resident_bytes, np.int64)  # ... and at each need
         for v in self._evicted():
             back = now.back_at[v] if now.back_at[v] >= 0 else graph.release[v]
-            room = min(after[v], before[back - 1] if back else after[v])
-            if self.sizes[v] > room:
-                continue
-            spared.append(v)
-            for k in range(v, len(forward)):
-                forward[k] -= self.sizes[v]
-            for p in range(back):
-                backward[p] -= self.sizes[v]
-            after = list(accumulate(reversed(forward), min))[::-1]
-            before = list(accumulate(backward, min))
+            while_away = forward[v:], backward[:back]
+            if all(room.min(initial=self.limit) >= self.sizes[v] for room in while_away):
+                for room in while_away:
+                    room -= self.sizes[v]
+                spared.append(v)
         return spared
 
     def _own_cost_ns(self, v: int) -> float:
