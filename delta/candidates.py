@@ -67,10 +67,9 @@ class Candidates:
 
     def limit_replays(self, limit_bytes: int | None) -> None:
         """What one op of a replay may read and make, where a copy is possible."""
-        limit = inf if limit_bytes is None else limit_bytes
-        wide = self._ledger.most_op_bytes > min(limit, self._replay_limit_bytes)
-        changed, self._replay_limit_bytes = limit != self._replay_limit_bytes, limit
-        if changed and wide:
+        before, now = self._replay_limit_bytes, inf if limit_bytes is None else limit_bytes
+        self._replay_limit_bytes = now
+        if self._ledger.has_ops_between(min(before, now), max(before, now)):
             self._look_anew()
 
     def _look_anew(self) -> None:
@@ -254,7 +253,7 @@ class Candidates:
     def _copied_rather(self, rec: Record) -> bool:
         """Whether there would be no room for its replay, and it can be copied instead."""
         limit = self._replay_limit_bytes
-        if self._ledger.most_op_bytes <= limit or Action.SWAP not in self._policy.director.actions:
+        if not self._ledger.has_ops_between(limit, inf) or Action.SWAP not in self._policy.director.actions:
             return False
         self._costs.chain_ns(rec.id)  # who has asked is judged again when an ancestor moves
         return (rec.host is Host.WHOLE or not self.host_full) and self._ledger.replay_bytes(rec.id) > limit

@@ -7,6 +7,7 @@ op makes, it has a *dead end*.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from delta.record import LedgerError, Record
@@ -21,7 +22,7 @@ class Lineage:
         self.records: dict[int, Record] = {}
         self.ops: dict[int, OpInfo] = {}
         self.dead_ends: set[int] = set()  # records that an op reads, Delta does not have and no replay makes
-        self.most_op_bytes = 0  # that any op so far has read, parameters aside, and made
+        self._op_sizes: list[int] = []  # what ops read, parameters aside, and make: each number of bytes once, in order
         self._outputs_left: dict[int, int] = {}
         self._made_bytes: dict[int, int] = {}
         self._unread: set[int] = set()  # no saved tensor depends on these through a recipe: see `_may_be_read`
@@ -119,6 +120,10 @@ class Lineage:
                 todo += missing
         return most_bytes
 
+    def has_ops_between(self, least_bytes: float, most_bytes: float) -> bool:
+        """Whether some op reads and makes more than `least_bytes`, and no more than `most_bytes`."""
+        return bisect_right(self._op_sizes, least_bytes) < bisect_right(self._op_sizes, most_bytes)
+
     def _op_bytes(self, op: OpInfo) -> int:
         read = (self.records[source] for source in set(op.inputs))
         return self._made_bytes[op.id] + sum(rec.nbytes for rec in read if rec.kind is not Kind.PARAMETER)
@@ -210,7 +215,10 @@ class Lineage:
         self.ops[op.id] = op
         self._outputs_left[op.id] = len(op.outputs)
         self._made_bytes[op.id] = sum(self.records[output].nbytes for output in op.outputs)
-        self.most_op_bytes = max(self.most_op_bytes, self._op_bytes(op))
+        nbytes = self._op_bytes(op)
+        at = bisect_left(self._op_sizes, nbytes)
+        if self._op_sizes[at : at + 1] != [nbytes]:
+            self._op_sizes.insert(at, nbytes)
 
     def _output_left(self, op_id: int) -> Iterator[int]:
         """One output of an op was forgotten; when it was the last, the op goes and its inputs may follow."""
@@ -231,6 +239,7 @@ class Lineage:
         for known in (self.ops, self._outputs_left, self._made_bytes):
             for op_id in known.keys() - kept:
                 del known[op_id]
+        self._op_sizes = sorted({self._op_bytes(op) for op in self.ops.values()})
         self._unread.clear()
         for rec in self.records.values():
             if rec.op not in kept:
