@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import nlargest
 
 from delta.config import Policy
@@ -69,28 +70,15 @@ class Recall:
         if self._policy.prefetch.window == 0 or Action.SWAP not in self._policy.director.actions:
             return []
         plan = self._learner.plan
-        if plan is not None:
-            for position in here:
-                coming = plan.prefetch.get(position, ())
-                self._late += coming
-                self._due.update(coming)
-                self._room.wanted.update(coming)
-            wanted = self._late
-        else:
-            wanted = self._next_swapped()
-        out: list[Instruction] = []
-        waiting: list[int] = []
-        for order in wanted:
-            rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
-            if rec is None or not rec.handles or rec.held or rec.host is not Host.WHOLE:
-                continue
-            if rec.alive:  # somebody else still has it: nothing to copy
-                out += self.bring(rec, now_ns)
-            elif self._fits(order, rec.nbytes):
-                out.append(self.swap_in(rec, now_ns))
-            else:
-                waiting.append(order)
-        self._late = waiting if plan is not None else []
+        if plan is None:
+            self._late = []
+            return self._begin(self._next_swapped(), now_ns)[0]
+        for position in here:
+            coming = plan.prefetch.get(position, ())
+            self._late += coming
+            self._due.update(coming)
+            self._room.wanted.update(coming)
+        out, self._late = self._begin(self._late, now_ns)
         return out
 
     def after_turn(self, going_bytes: int, now_ns: int) -> list[Instruction]:
@@ -100,20 +88,28 @@ class Recall:
             return []
         plan = self._learner.plan
         moves = plan.moves.get(self._learner.turn - 1) if plan is not None else None
+        coming = moves.coming if moves is not None else ()
+        out, self._late = self._begin([*self._late, *coming], now_ns, going_bytes, unsaved=True)
+        return out
+
+    def _begin(
+        self, orders: Iterable[int], now_ns: int, going_bytes: int = 0, unsaved: bool = False
+    ) -> tuple[list[Instruction], list[int]]:
+        """Begin the copies back of these save orders, as far as there is room: what to do, and those for which there is
+        none yet. `unsaved`: be it for replays alone that something is still there."""
         out: list[Instruction] = []
         waiting: list[int] = []
-        for order in (*self._late, *(moves.coming if moves is not None else ())):
+        for order in orders:
             rec = self._ledger.records.get(self.by_order[order]) if order < len(self.by_order) else None
-            if rec is None or rec.held or rec.host is not Host.WHOLE:
+            if rec is None or rec.held or rec.host is not Host.WHOLE or not (rec.handles or unsaved):
                 continue
-            if rec.alive:  # it has not gone yet
+            if rec.alive:  # it has not gone yet, or somebody else still has it: nothing to copy
                 out += self.bring(rec, now_ns)
             elif self._fits(order, rec.nbytes, going_bytes):
                 out.append(self.swap_in(rec, now_ns))
             else:
                 waiting.append(order)
-        self._late = waiting
-        return out
+        return out, waiting
 
     def _fits(self, order: int, nbytes: int, going_bytes: int = 0) -> bool:
         """Whether a copy back may begin: it takes no room that an op needs before it is used. `going_bytes` of what is
