@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from operator import itemgetter
 
 from delta.beside import Beside
@@ -254,7 +253,8 @@ class Learner(Underway):
         """Before a need of this storage those of others came that nobody was told of."""
         profile, log = self.current, self.log
         needs = profile.graph.needs if profile is not None and self.routine is not None else ()
-        for other in islice(needs, len(log.needs), None):
+        while len(log.needs) < len(needs):
+            other = needs[len(log.needs)]
             if other == order or other not in self.alone:
                 break
             self.needed(other, now_ns)

@@ -76,7 +76,7 @@ def without_actions(
 
 def _everything(task: Task, actions: Sequence[Action]) -> Plan:
     graph, began = task.graph, task.graph.forward_needs
-    needs = graph.next_needs
+    needs, sizes = graph.next_needs, graph.saved_bytes
     evictions: dict[int, list[tuple[int, Action]]] = {}
     back: dict[int, int] = {}  # save order -> its first need in backward
     for order, action in enumerate(actions):
@@ -94,5 +94,5 @@ def _everything(task: Task, actions: Sequence[Action]) -> Plan:
         graph,
         copies_back(graph, back, task.link)[0],
         {at: tuple(goes) for at, goes in evictions.items()},
-        sum(graph.saved_bytes[order] for order in back),
+        sum(sizes[order] for order in back),
     )

@@ -209,5 +209,5 @@ class _Choice:
                 at = gap.after if gap.after >= 0 else max(0, graph.needs_before[gap.order] - 1)
                 evictions.setdefault(at, []).append((gap.order, action))
         going = {at: tuple(goes) for at, goes in sorted(evictions.items())}
-        swap_bytes = sum(graph.saved_bytes[gap.order] for gap in self.swapped)
+        swap_bytes = sum(self.moments.nbytes(gap.order) for gap in self.swapped)
         return without_actions(graph, self._triggers(), going, swap_bytes)

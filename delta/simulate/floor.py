@@ -64,7 +64,8 @@ def floors(trace: Trace, policy: Policy, budgets: Sequence[Bytes | Share], link:
 
 
 def _graph(trace: Trace, policy: Policy, link: Link) -> StepGraph:
-    """The step as the engine learns it."""
+    """The step as the engine learns it, whichever planner the policy has: not each keeps the graph of a step."""
+    policy = policy.model_copy(update={"planner": policy.planner.model_copy(update={"kind": "profile"})})
     machine = Machine(Ideal(_AMPLE.nbytes), link)
     engine = Engine(policy, Budget(activations=_AMPLE), link)
     Player(trace, engine, machine).step()
