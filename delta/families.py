@@ -133,9 +133,7 @@ class FamilyLearner(Learner):
         if kind is Kind.PARAMETER or self._expected is None or self.given_up:
             return
         if not self._expected.covers(order, nbytes):
-            self._match()
-            if self.routine is not None and self.current is not self._following:
-                self.leave_routine()
+            self._match_or_leave()
 
     def _guess_beside(self) -> Beside:
         if self._expected is None or self._near is None or not self._near.beside.told:

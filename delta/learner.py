@@ -169,18 +169,20 @@ class Learner(Underway):
         self.log.structures.append(look.structure if look is not ANY_LOOK else signature)  # all that is known of it
         self.log.calls_at.append(len(self.log.calls))
         self.packs += 1
-        follows = self.current
-        if self.packs == 1 or (
-            follows is not None and (self.packs > len(follows.signatures) or follows.signatures[self.packs - 1] != key)
-        ):
-            self._match()
-            if self.routine is not None and self.current is not self._following:
-                self.leave_routine()
-            if self.packs == 1:
-                self._join()
-                if self.current is None:
-                    self._guessed = guess = self._guess_beside()
-                    self._guessed_most = guess.saves.most_bytes, guess.needs.most_bytes
+        if self.packs == 1:
+            self._match_or_leave()
+            self._join()
+            if self.current is None:
+                self._guessed = guess = self._guess_beside()
+                self._guessed_most = guess.saves.most_bytes, guess.needs.most_bytes
+        elif self.current is not None and self.current.signatures[self.packs - 1 : self.packs] != (key,):
+            self._match_or_leave()
+
+    def _match_or_leave(self) -> None:
+        """Which kind of step this is, by what it has saved; its routine ends where that is not the kind followed."""
+        self._match()
+        if self.routine is not None and self.current is not self._following:
+            self.leave_routine()
 
     def _widest(self, signature: int) -> int:
         """A share is one of that: nobody knows at the first save, with this signature, which way the step goes."""

@@ -65,6 +65,7 @@ class Routine:
         self,
         calls: Sequence[Call],
         ways: Sequence[Way],
+        *,
         orders: Sequence[int] = (),
         dropped: Collection[int] = (),
         read: Collection[int] = (),
@@ -173,34 +174,28 @@ def routine_of(
     """How steps like the one that `log` and `graph` tell of go by `plan`. `notes`: whether any op may be noted.
     `aside`: calls that were taken out of the log of a way that a step may leave for another. Nothing is left alone
     there, as it would have to be in both. `read_elsewhere`: save orders that replays of the other one read."""
-    costs_ns = [op.cost_ns for op in graph.ops]
-    before, orders = log.calls_before, orders_of(log, graph, plan)
+    orders = orders_of(log, graph, plan)
     noted = noted_ops(graph, plan, orders, log.ops_before) if notes else set()
     ways = [
         Way.NOTE if op in noted else way
         for (_, op), way in zip(log.calls, ways_of(log.calls, graph, plan), strict=True)
     ]
     dropped, read = settled(graph, plan, Action.RECOMPUTE), read_by_replays(graph, plan, noted) | read_elsewhere
-    made_again = {order for order in dropped if graph.nodes[graph.saved[order]].op in noted}
-    optional = _optional(log.calls[:before], graph)
-    coming_bytes = room_for_next(plan)
     looked_after = dropped | read | _beside_notes(graph, noted) | _followed_by_moves(graph, plan)
-    alone = left_alone(graph, log.calls_at, log.orders, orders, looked_after) if aside is None else None
-    made_bytes = [graph.nodes[op.outputs[0]].nbytes if len(op.outputs) == 1 else 0 for op in graph.ops]
     return Routine(
         log.calls,
         ways,
-        orders,
-        dropped,
-        read,
-        costs_ns,
-        before,
-        optional,
-        made_again,
-        coming_bytes,
-        alone,
-        made_bytes,
-        aside,
+        orders=orders,
+        dropped=dropped,
+        read=read,
+        costs_ns=[op.cost_ns for op in graph.ops],
+        before=log.calls_before,
+        optional=_optional(log.calls[: log.calls_before], graph),
+        noted={order for order in dropped if graph.nodes[graph.saved[order]].op in noted},
+        coming_bytes=room_for_next(plan),
+        alone=left_alone(graph, log.calls_at, log.orders, orders, looked_after) if aside is None else None,
+        made_bytes=[graph.nodes[op.outputs[0]].nbytes if len(op.outputs) == 1 else 0 for op in graph.ops],
+        aside=aside,
     )
 
 

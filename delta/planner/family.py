@@ -179,19 +179,15 @@ class Family:
     def _sized(self, number: int, node: Node, nbytes: int) -> Node:
         """A node of the base at another size; its encoded form is larger, and takes longer, by as much."""
         evictable = not node.rooted and number not in self._held and nbytes >= self._min_bytes
+        sized = replace(node, nbytes=nbytes, evictable=evictable)
         if not node.encoded_bytes:
-            return Node(nbytes, node.order, node.op, node.rooted, evictable)
+            return sized
         larger = nbytes / node.nbytes
-        return Node(
-            nbytes,
-            node.order,
-            node.op,
-            node.rooted,
-            evictable,
-            ceil(node.encoded_bytes * larger),
-            int(node.encode_ns * larger),
-            int(node.decode_ns * larger),
-            node.stand_in,
+        return replace(
+            sized,
+            encoded_bytes=ceil(node.encoded_bytes * larger),
+            encode_ns=int(node.encode_ns * larger),
+            decode_ns=int(node.decode_ns * larger),
         )
 
     def _intervals(self, dims: Dims) -> list[Interval]:
