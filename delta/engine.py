@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
-from functools import partial
 
 from delta.budget import Budget
 from delta.config import Policy
@@ -376,7 +375,7 @@ class Engine:
         done."""
         failed, self.totals.failed = self.totals.failed, None
         if failed is not None:
-            self._stopped = self.learner.in_step
+            self._stopped = self.learner.in_step and isinstance(failed, BudgetError)
             try:
                 raise failed
             finally:
@@ -609,25 +608,12 @@ class Engine:
         plans_before, began_ns = self.planning.made, self._clock()
         if (headroom := self._headroom) is not None:
             self.budget.step_used(headroom.peak_bytes, headroom.need, self._room.evicted)
-        peak_bytes, limit, beside = summary.peak_bytes, self.budget.limit_bytes, None
-        if self._by_position is not None:
-            peak_bytes, beside = self._by_position.peak_bytes, self._by_position.found()
-            limit = partial(self.budget.limit_bytes, beside_bytes=0)
         if whole:
-            outcome = Outcome(
-                peak_bytes=peak_bytes,
-                unevicted_peak_bytes=summary.unevicted_peak_bytes,
-                limit_bytes=limit(max(summary.unevicted_peak_bytes, self.learner.widest_bytes)),
-                evicted=self._room.evicted,
-                forced=self._forced_by_rules(),
-                strays=self._room.strays,
-                beside=beside,
-            )
-            self.learner.end(self._net_ns(now_ns), outcome)
+            self.learner.end(self._net_ns(now_ns), self._outcome(summary))
         else:
             self.learner.abandon()
-        if self.planning.failed is not None:
-            self.totals.failed, self.planning.failed = self.planning.failed, None
+        failed, self.planning.failed = self.planning.failed, None
+        self.totals.failed = self.totals.failed or failed
         if headroom is not None:
             headroom.new_step()
         self.replanned = self.planning.made > plans_before
@@ -636,6 +622,21 @@ class Engine:
         self._largest_bytes = 0
         self._position = 0
         return self._cut()
+
+    def _outcome(self, step: StepSummary) -> Outcome:
+        """What there is to learn from; of the whole device where plans know by position what others need of it."""
+        device, told_bytes = self._by_position, None if self._by_position is None else 0
+        return Outcome(
+            peak_bytes=step.peak_bytes if device is None else device.peak_bytes,
+            unevicted_peak_bytes=step.unevicted_peak_bytes,
+            limit_bytes=self.budget.limit_bytes(
+                max(step.unevicted_peak_bytes, self.learner.widest_bytes), beside_bytes=told_bytes
+            ),
+            evicted=self._room.evicted,
+            forced=self._forced_by_rules(),
+            strays=self._room.strays,
+            beside=device.found() if device is not None else None,
+        )
 
     def _cut(self) -> list[Instruction]:
         """Recipes are of no more use, but for what is missing and left over."""

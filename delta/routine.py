@@ -324,7 +324,9 @@ def noted_ops(graph: StepGraph, plan: Plan, orders: Sequence[int], ops_before: S
             all(reader in noted for node in call.outputs for reader in readers.get(node, ()))
             and noted.issuperset(_makers(graph, plan, call.inputs))
             and all(
-                _is_passed_on(graph, node, writers[node], noted) for node in call.inputs + call.outputs if node in writers
+                _is_passed_on(graph, node, writers[node], noted)
+                for node in call.inputs + call.outputs
+                if node in writers
             )
         )
 

@@ -45,16 +45,18 @@ class BackwardOnly:
         made = [self._made(v) for v in crossing]
         evicted = [max((p for p in needs[v] if p < began), default=at) for v, at in zip(crossing, made, strict=True)]
         return StepGraph(
-            tuple(replace(node, order=orders.get(node.order, -1)) for node in graph.nodes),
-            graph.ops,
-            tuple(graph.saved[v] for v in crossing),
-            tuple(graph.save_ns[v] for v in crossing),
-            tuple(max(k, bisect_left(made, at) - 1) for k, at in enumerate(evicted)),
-            tuple(orders[graph.needs[p]] for p in left),
-            tuple(graph.need_ns[p] for p in left),
-            tuple(bisect_left(left, min((p for p in needs[v] if p >= began), default=end)) for v in crossing),
-            tuple(bisect_left(left, graph.release[v]) for v in crossing),
-            graph.end_ns,
+            nodes=tuple(replace(node, order=orders.get(node.order, -1)) for node in graph.nodes),
+            ops=graph.ops,
+            saved=tuple(graph.saved[v] for v in crossing),
+            save_ns=tuple(graph.save_ns[v] for v in crossing),
+            floats_to=tuple(max(k, bisect_left(made, at) - 1) for k, at in enumerate(evicted)),
+            needs=tuple(orders[graph.needs[p]] for p in left),
+            need_ns=tuple(graph.need_ns[p] for p in left),
+            first_need=tuple(
+                bisect_left(left, min((p for p in needs[v] if p >= began), default=end)) for v in crossing
+            ),
+            release=tuple(bisect_left(left, graph.release[v]) for v in crossing),
+            end_ns=graph.end_ns,
             beside_saves=_most(alive, [*made, began]),
             beside_needs=_most(alive, [*left, end]),
         )

@@ -202,19 +202,19 @@ def build_graph(log: StepLog, min_bytes: int, replay_ns: int = 0) -> StepGraph:
     needs = tuple(saved for saved, _ in log.needs)
     released = ((saved, turns) for (saved, _), turns in zip(log.releases, log.released_in, strict=False))
     return StepGraph(
-        _nodes(log, index, min_bytes),
-        _renumbered(log.ops, index, replay_ns),
-        tuple(index[record] for record in log.saves),
-        tuple(log.save_ns),
-        _floats_to(log),
-        needs,
-        tuple(at_ns for _, at_ns in log.needs),
-        tuple(first_need),
-        tuple(release),
-        log.end_ns,
-        log.forward_needs,
-        tuple(log.needs_before),
-        tuple(turns_of(log.turn_ends, needs, released, log.end_ns)),
+        nodes=_nodes(log, index, min_bytes),
+        ops=_renumbered(log.ops, index, replay_ns),
+        saved=tuple(index[record] for record in log.saves),
+        save_ns=tuple(log.save_ns),
+        floats_to=_floats_to(log),
+        needs=needs,
+        need_ns=tuple(at_ns for _, at_ns in log.needs),
+        first_need=tuple(first_need),
+        release=tuple(release),
+        end_ns=log.end_ns,
+        forward_needs=log.forward_needs,
+        needs_before=tuple(log.needs_before),
+        turns=tuple(turns_of(log.turn_ends, needs, released, log.end_ns)),
     )
 
 
