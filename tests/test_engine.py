@@ -1304,3 +1304,13 @@ def test_the_link_queue_learns_of_every_copy():
     # 1 asked for at 20, 2 at 30: 20 + 100, then 100 more
     assert toy.engine.queue.out_free_ns == 20 + 100 + 100
     assert toy.engine.queue.link is LINK
+
+
+def test_what_stays_when_the_device_is_out_of_memory_is_no_limit_missed():
+    """All of 1000 bytes are free but 10, which are too small to go."""
+    toy = Toy(1000, filter={"min_bytes": 20}, budget={"strict": True})
+    toy.op(1, 10)
+    toy.save(1, 1)
+    toy.let_go(1)
+    assert toy._do(toy.engine.rescue(2)) == []
+    toy.engine.raise_failed()
