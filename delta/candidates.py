@@ -270,16 +270,15 @@ class Candidates:
         until_use_ns = self._next_use.until_ns(rec)
         ahead_ns = now_ns - rec.used_ns if until_use_ns is None else until_use_ns
         return Prospect(
-            rec.nbytes,
-            op_name,
-            module,
-            chain_ns,
-            rec.host is Host.WHOLE,
-            not self.host_full,
-            now_ns,
-            now_ns,
-            now_ns + ahead_ns,
-            self._encoding(rec, room_bytes),
+            nbytes=rec.nbytes,
+            op=op_name,
+            module=module,
+            chain_ns=chain_ns,
+            host_whole=rec.host is Host.WHOLE,
+            swappable=not self.host_full,
+            now_ns=now_ns,
+            next_use_ns=now_ns + ahead_ns,
+            encoding=self._encoding(rec, room_bytes),
         )
 
     def _encoding(self, rec: Record, room_bytes: float) -> Encoding | None:

@@ -218,17 +218,15 @@ class LinkQueue:
         self.in_free_ns = max(now_ns, self.in_free_ns) + self.link.in_ns(nbytes)
         return self.in_free_ns
 
-    def exposed_ns(self, nbytes: int, now_ns: int, room_by_ns: int, next_use_ns: int, whole: bool = False) -> int:
+    def exposed_ns(self, nbytes: int, now_ns: int, next_use_ns: int, whole: bool = False) -> int:
         """Time compute would wait for a swap of `nbytes`, plus the compute time its copies take away.
 
-        `room_by_ns`: when the room is needed; `next_use_ns`: when the value is. `whole`: the host has a copy already,
-        so nothing is to be copied out.
+        The room is needed now, the value at `next_use_ns`. `whole`: the host has a copy already, so nothing is to be
+        copied out.
         """
-        busy_ns, copies = self.link.in_ns(nbytes), 1
-        out_wait_ns, ready_ns = 0, now_ns
+        busy_ns, copies, gone_ns = self.link.in_ns(nbytes), 1, now_ns
         if not whole:
             busy_ns, copies = busy_ns + self.link.out_ns(nbytes), 2
-            ready_ns = max(now_ns, self.out_free_ns) + self.link.out_ns(nbytes)
-            out_wait_ns = max(0, ready_ns - room_by_ns)
-        back_ns = max(ready_ns, self.in_free_ns) + self.link.in_ns(nbytes)
-        return out_wait_ns + max(0, back_ns - next_use_ns) + int(self.link.taken_ns(busy_ns, copies))
+            gone_ns = max(now_ns, self.out_free_ns) + self.link.out_ns(nbytes)
+        back_ns = max(gone_ns, self.in_free_ns) + self.link.in_ns(nbytes)
+        return gone_ns - now_ns + max(0, back_ns - next_use_ns) + int(self.link.taken_ns(busy_ns, copies))

@@ -80,7 +80,6 @@ def by_looking(room: Candidates, now_ns: int):
             rec.host is Host.WHOLE,
             not room.host_full,
             now_ns,
-            now_ns,
             now_ns + (now_ns - rec.used_ns if until_ns is None else until_ns),
         )
         choice = room.director.choose(prospect, room._queue)

@@ -37,7 +37,6 @@ class Prospect:
     host_whole: bool  # the host holds a copy already
     swappable: bool  # the host tier can take it
     now_ns: int
-    room_by_ns: int
     next_use_ns: int
     encoding: Encoding | None = None  # the smaller form it can be kept in, and there is room for now
 
@@ -92,9 +91,7 @@ class Director:
 
     def _swap_ns(self, prospect: Prospect, queue: LinkQueue) -> int:
         if self.hidden_swap:
-            return queue.exposed_ns(
-                prospect.nbytes, prospect.now_ns, prospect.room_by_ns, prospect.next_use_ns, prospect.host_whole
-            )
+            return queue.exposed_ns(prospect.nbytes, prospect.now_ns, prospect.next_use_ns, prospect.host_whole)
         link = queue.link
         return link.out_ns(prospect.nbytes) + link.in_ns(prospect.nbytes) + int(2 * link.copy_ns)
 
