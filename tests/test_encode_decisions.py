@@ -141,7 +141,7 @@ def test_an_encoded_record_has_no_host_copy():
 
 # -- the director -----------------------------------------------------------------------------------------------------
 def chosen(encoding: Encoding | None, chain_ns: int | None, *actions: Action, whole: bool = False) -> Action | None:
-    prospect = Prospect(80, "aten.f", "", chain_ns, whole, True, 0, 0, 1000, encoding)
+    prospect = Prospect(80, "aten.f", "", chain_ns, whole, True, 0, 1000, encoding)
     choice = Director(actions).choose(prospect, LinkQueue(LINK))
     return choice.action if choice is not None else None
 

@@ -226,7 +226,7 @@ def test_the_first_to_be_swapped_has_rested_longest_of_its_size(data):
         stale_ns = now_ns - rec.used_ns
         use_ns = now_ns + (stale_ns if until_ns is None else until_ns)
         whole = rec.host is Host.WHOLE
-        choice = director.choose(Prospect(rec.nbytes, "", "", None, whole, True, now_ns, now_ns, use_ns), queue)
+        choice = director.choose(Prospect(rec.nbytes, "", "", None, whole, True, now_ns, use_ns), queue)
         return SCORES["delta"](Candidate(record, rec.nbytes, choice.cost_ns, stale_ns, until_ns))
 
     now_ns = 0
