@@ -1176,6 +1176,15 @@ def in_backward_before_its_copy_out_has_ended() -> Toy:
     return toy
 
 
+def test_a_planned_copy_back_that_went_again_comes_as_soon_as_there_is_room():
+    toy = in_backward_before_its_copy_out_has_ended()
+    toy.copy_ends(12)
+    toy.engine.budget.activations = Bytes(0)
+    assert toy._do(toy.engine.pressure(1051))[-2:] == [AwaitIn(11), Drop(11, Action.SWAP)]
+    toy.engine.budget.activations = Bytes(310)
+    assert SwapIn(11) in toy._do(toy.engine.prefetch(1052))
+
+
 def test_what_the_plan_has_come_back_does_not_go_when_its_copy_out_ends():
     toy = in_backward_before_its_copy_out_has_ended()
     assert toy.copy_ends(12) == []

@@ -46,6 +46,12 @@ def test_the_cheapest_are_replayed(policy: Policy) -> None:
     assert [floor.overhead for floor in found] == [1.0, 1 + 10 / base_ns, 1 + 50 / base_ns]
 
 
+def test_the_floor_is_that_of_the_budget_whatever_the_policy_plans_by(policy: Policy) -> None:
+    steps, budgets = a_step(), [Bytes(200)]
+    families = load("mimose", {"filter.min_bytes": 0})
+    assert floors(steps, families, budgets, None) == floors(steps, policy, budgets, None)
+
+
 def test_what_a_link_hides_costs_nothing(policy: Policy) -> None:
     (fast,) = floors(a_step((1000, 2000, 3000)), policy, [Bytes(200)], Link(10.0e9, 10.0e9))
     (slow,) = floors(a_step((1000, 2000, 3000)), policy, [Bytes(200)], Link(1e3, 1e3))

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from logs import random_net
 from models import CASES, train
+from toy import Toy
 
 import delta
 from delta import parts
-from delta.errors import PolicyError
+from delta.errors import BudgetError, PolicyError
 from delta.filter import SCORES
 from delta.planner import PLANNERS
 from delta.simulate.simulation import simulate
@@ -94,6 +95,18 @@ def test_a_planner_that_fails_is_told_where_the_program_saves(planner, error, to
     assert run.report().plans == {"made": 1}  # in the second step it was told, and not asked again
     with pytest.raises(error, match=told):
         simulate(read(random_net(30, seed=1).write(tmp_path / "net.log")), policy, Share(0.7), Link(1e9, 1e9))
+
+
+def test_a_planner_that_fails_hides_no_limit_that_was_missed():
+    """Of the step in which both come the budget is told; the planner is asked again at the end of the next."""
+    delta.register_planner("fails", lambda task: 1 // 0)
+    toy = Toy(50, planner={"kind": "fails"}, budget={"strict": True})
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.save(1, 1)
+    toy.use(1, 5)
+    with pytest.raises(BudgetError, match="50 B"):
+        toy.engine.raise_failed()
 
 
 def test_a_name_is_known_only_once_it_is_registered():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -200,6 +201,17 @@ def test_the_clock_tells_how_long_decisions_take():
     ticks = iter(range(10**6))
     run = simulate(FOUR_AND_BACK, load("dtr"), Bytes(300), clock=lambda: next(ticks))
     assert run.decision_ns == next(ticks) // 2, "each event: a tick before and one after"
+
+
+def test_events_of_replays_and_of_copies_take_their_time_too():
+    ticks = iter(range(10))
+    replays, transfers = SimpleNamespace(replayed=lambda op: [op]), SimpleNamespace(copied_in=lambda record: [record])
+    watch = Stopwatch(
+        SimpleNamespace(limit=3, need=lambda record: [record], replays=replays, transfers=transfers),
+        lambda: next(ticks),
+    )
+    assert (watch.need(1), watch.replays.replayed(2), watch.transfers.copied_in(4), watch.limit) == ([1], [2], [4], 3)
+    assert (watch.spent_ns, next(ticks)) == (3, 6)
 
 
 def test_a_storage_in_pieces_makes_more_go():
