@@ -34,6 +34,7 @@ from delta.routine import noted_ops
 from delta.runtime import batch_norm
 from delta.runtime.core import Core
 from delta.runtime.device.cpu import CpuDevice
+from delta.runtime.device.parts import WallClock
 from delta.runtime.made_again import MadeAgain
 from delta.runtime.note import Made, Note, NotedTensor
 from delta.runtime.recorder import Recorder
@@ -296,8 +297,10 @@ def test_each_gets_its_record_when_more_has_to_be_known(index: int, when: str) -
     assert_same(gradients(net), expected)
 
 
-def test_what_is_saved_only_after_that_goes_as_planned() -> None:
-    """Calls have been noted, and nobody has saved their results when more has to be known."""
+def test_what_is_saved_only_after_that_goes_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls have been noted, and nobody has saved their results when more has to be known. All ops take as long, so that
+    it is the same plan each time."""
+    monkeypatch.setattr(WallClock, "stop", lambda clock, mark: 1000)
     expected, net = plain(), fresh()
     later: set[int] = set()  # save orders of such results
     with steady(net) as core:
