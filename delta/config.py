@@ -177,7 +177,10 @@ class PlannerConfig(_Model):
         description="which planner plans the next step from the last ones; none: decide online always",
     )
     observe: int = Field(
-        default=3, ge=1, description="mimose: input sizes that are observed before others are predicted from them"
+        default=3,
+        ge=1,
+        strict=True,
+        description="mimose: input sizes that are observed before others are predicted from them",
     )
     rounding: OnlyShare = Field(
         default=Share(0.05),
@@ -192,6 +195,7 @@ class PlannerConfig(_Model):
     time_limit_s: float = Field(
         default=20.0,
         gt=0,
+        strict=True,
         allow_inf_nan=False,
         description="seconds that kind monet may search for a plan; other kinds ignore it",
     )
@@ -199,6 +203,7 @@ class PlannerConfig(_Model):
         default=0.05,
         ge=0,
         le=1,
+        strict=True,
         description="kind monet searches until its plan costs at most this share more than the best; other kinds "
         "ignore it",
     )

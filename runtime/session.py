@@ -306,7 +306,13 @@ class evict(ContextDecorator):
         if self._budget is None:
             return Budget(activations=self._activations)
         whole_bytes = self._budget.of(device.capacity_bytes())
-        return Budget(device_bytes=whole_bytes, reserve_bytes=self.policy.budget.reserve.of(whole_bytes))
+        reserve_bytes = self.policy.budget.reserve.of(whole_bytes)
+        if reserve_bytes >= whole_bytes:
+            raise BudgetError(
+                f"the budget is {format_bytes(whole_bytes)}, of which {format_bytes(reserve_bytes)} are to stay free "
+                "(budget.reserve): that leaves nothing. Give a larger budget, or a policy with a smaller reserve"
+            )
+        return Budget(device_bytes=whole_bytes, reserve_bytes=reserve_bytes)
 
     def _header(self, device: Device) -> dict[str, Any]:
         given = {"budget": self._budget, "activations": self._activations}

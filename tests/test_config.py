@@ -6,6 +6,7 @@ from delta.config import (
     DirectorConfig,
     FilterConfig,
     HostConfig,
+    PlannerConfig,
     Policy,
     PrefetchConfig,
     ReplayConfig,
@@ -138,6 +139,13 @@ def test_what_is_kept_for_replays():
 def test_unknown_words_refused(model, field):
     with pytest.raises(ValidationError, match=f"{field}\n *Input should be '"):
         model.model_validate({field: "other"})
+
+
+@pytest.mark.parametrize("field", ["observe", "time_limit_s", "gap"])
+@pytest.mark.parametrize("given", [True, "1"])
+def test_a_number_is_given_as_one(field, given):
+    with pytest.raises(ValidationError, match=f"{field}\n *Input should be a valid "):
+        PlannerConfig.model_validate({field: given})
 
 
 def test_a_planner_needs_something_to_plan():

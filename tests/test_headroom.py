@@ -26,6 +26,7 @@ from delta.beside import Beside, Track
 from delta.budget import LATELY, Budget, Need
 from delta.config import PlannerConfig
 from delta.engine import Engine
+from delta.errors import BudgetError
 from delta.headroom import HeadRoom
 from delta.learner import Learner
 from delta.ledger import Ledger
@@ -1123,3 +1124,11 @@ def test_a_process_is_known_not_to_tell_its_peaks(hoards, monkeypatch):
     with delta.evict(budget="64GiB", device="cpu") as run:
         assert run._core is not None and run._core.engine._headroom is not None
         assert run._core.engine._headroom._sees_peaks is not hoards
+
+
+@pytest.mark.parametrize("reserve", ["2GiB", "100%"])
+def test_a_reserve_that_leaves_nothing_is_refused(reserve):
+    chosen = delta.load_policy("delta", {"budget.reserve": reserve})
+    with pytest.raises(BudgetError, match=r"the budget is 1 GiB, of which \d GiB .* leaves nothing"):
+        with delta.evict(budget="1GiB", policy=chosen, device="cpu"):
+            pytest.fail("the block was entered")

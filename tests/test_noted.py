@@ -298,8 +298,8 @@ def test_each_gets_its_record_when_more_has_to_be_known(index: int, when: str) -
 
 
 def test_what_is_saved_only_after_that_goes_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls have been noted, and nobody has saved their results when more has to be known. All ops take as long, so that
-    it is the same plan each time."""
+    """Calls have been noted, and nobody has saved their results when more has to be known. All ops take as long as each
+    other, so that it is the same plan each time."""
     monkeypatch.setattr(WallClock, "stop", lambda clock, mark: 1000)
     expected, net = plain(), fresh()
     later: set[int] = set()  # save orders of such results
