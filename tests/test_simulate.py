@@ -192,6 +192,19 @@ def test_replays_that_take_longer_than_the_step_are_given_up():
     assert "more time than the step" in run.why
 
 
+@pytest.mark.parametrize(
+    ("workspace_bytes", "budget_bytes", "overhead"),
+    [(0, 400, 1.0), (0, 399, 1.25), (100, 500, 1.0), (100, 499, 1.25), (100, 300, 1.25), (100, 299, None)],
+)
+def test_what_an_op_needs_while_it_runs_has_to_find_room(workspace_bytes, budget_bytes, overhead):
+    """0 has to go, and is made again in the end, where it does not fit beside 1, what the last op makes of that and
+    needs for it, and the results of the step before."""
+    last = replace(make(2, 1, ns=20), workspace_bytes=workspace_bytes)
+    run = simulate(a_trace(make(0, ns=10), make(1, ns=10), last, Result(0)), load("dtr"), Bytes(budget_bytes))
+    assert run.overhead == overhead
+    assert run.peak_bytes <= budget_bytes
+
+
 def test_swap_alone_needs_a_link():
     with pytest.raises(BudgetError, match="can only swap, and there is no link"):
         simulate(FOUR_AND_BACK, load("swap"), Bytes(300))

@@ -6,7 +6,8 @@ trace to it and carries its instructions out on the `Machine`; it decides nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 from delta.engine import Engine
@@ -165,14 +166,15 @@ class Player:
         known = self._all or not self._backward or not self._known.isdisjoint(op.outputs)
         if self._all:
             self._bring(reads)
-            self._do(self.engine.allocating(sum(op.nbytes), self._now))
+            self._do(self.engine.allocating(sum(op.nbytes) + op.workspace_bytes, self._now))
         makes = tuple(next(self._ids) for _ in op.outputs)
         replaced = tuple(self._record[storage] for storage in op.overwrites)
         olds = () if self._all else replaced  # where everything may go, a write in place makes a copy, as in DTR
         preserved = {old: self._preserve(old) for old in olds if old in self.engine.ledger}
         for made, nbytes in list(zip(makes, op.nbytes, strict=True))[len(olds) :]:
             self._allocate(made, nbytes, self.engine.from_right(op.name))
-        self.machine.run(op.cost_ns, reads, makes[len(olds) :])
+        with self._workspace(op.workspace_bytes):
+            self.machine.run(op.cost_ns, reads, makes[len(olds) :])
         self._program.update(makes)
         self._record.update(zip(op.outputs, makes, strict=True))
         for old, new in zip(olds, makes, strict=False):
@@ -360,6 +362,16 @@ class Player:
                 if not instructions:
                     raise Infeasible(str(full)) from None
                 self._do(instructions)
+
+    @contextmanager
+    def _workspace(self, nbytes: int) -> Iterator[None]:
+        """Memory that an op has while it runs."""
+        room = next(self._ids)
+        if nbytes:
+            self._allocate(room, nbytes)
+        yield
+        if nbytes:
+            self.machine.free(room)
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
