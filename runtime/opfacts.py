@@ -5,6 +5,8 @@ and 6 of the design, section 6):
 
 - the batch-norm family updates running statistics that its schema does not mark as written;
 - `rrelu_with_noise` writes its noise argument;
+- what writes into an argument and gives something new besides (an observer of quantization that moves its ranges) has
+  read what it then wrote over, so it is not run again; of batch norm's statistics nothing was read;
 - results that depend on data (`topk`, `sort`, ...) decide what later ops do, so they are kept rather than made again;
 - cuDNN's recurrent nets draw their dropout from a state of their own, which they move on in silence;
 - on a CPU threads that accumulate into one place may do so in any order;
@@ -160,6 +162,7 @@ def _facts(func: OpOverload) -> OpFacts:
         and torch.Tag.dynamic_output_shape not in tags
         and torch.Tag.data_dependent_output not in tags
         and torch.Tag.nondeterministic_bitwise not in tags
+        and (bool(statistics) or not (mutates and None in aliases))
     )
     in_any_order = short in _UNORDERED_ON_CUDA or ("_backward" in short and torch.Tag.pointwise not in tags)
     cudnn_chooses = func.namespace == "aten" and short in _CUDNN_CHOOSES

@@ -11,6 +11,7 @@ import pytest
 import torch
 from exactly import STEPS, WAYS, Way, exact, some_ways, state_of
 from torch import Tensor, distributed, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, rnn, spectral_norm, weight_norm
 
@@ -150,6 +151,10 @@ MODULES: dict[str, tuple[Make, Draw]] = {
     "weight norm": (power_iterations(parametrizations.weight_norm), values(3, 12)),
     "orthogonal weights": (
         lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(6, 6)), nn.Tanh()), values(4, 6),
+    ),
+    "quantization whose range is observed": (
+        lambda: nn.Sequential(nn.Linear(6, 8), FusedMovingAvgObsFakeQuantize(), nn.GELU(), nn.Linear(8, 3)),
+        values(4, 6),
     ),
     "dropout": (lambda: Each(nn.Dropout(0.4)), values(4, 6)),
     "dropout in place": (lambda: Each(nn.Dropout(0.4, inplace=True)), values(4, 6)),

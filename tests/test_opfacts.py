@@ -51,6 +51,19 @@ def test_what_gives_the_same_again(func, args, kind, fell_back, searches, replay
 
 
 @pytest.mark.parametrize(
+    ("func", "replays"),
+    [
+        (aten._fused_moving_avg_obs_fq_helper.default, False),
+        (aten._native_batch_norm_legit.default, True),
+        (aten.add_.Tensor, True),
+        (aten.add.out, True),
+    ],
+)
+def test_what_writes_over_what_it_has_read_and_gives_something_new_is_not_run_again(func, replays):
+    assert facts_of(func).replayable is replays
+
+
+@pytest.mark.parametrize(
     ("func", "plain"),
     [
         (aten.mm.default, True),
