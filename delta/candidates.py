@@ -44,6 +44,7 @@ class Candidates:
         self._stuck: set[int] = set()  # cannot be replayed after all
         self._passed: set[int] = set()  # would free nothing now
         self._used: set[int] = set()  # ... nor would these, while backward or the program uses them
+        self._staying: frozenset[int] = frozenset()  # ... nor what is saved at these places
         self._rested: Rested | None = None
         self._victims = self._ranked()
 
@@ -84,6 +85,7 @@ class Candidates:
             and not rec.pins
             and rec.id not in self._passed
             and rec.id not in self._used
+            and rec.saved_at not in self._staying
             and rec.kind is Kind.ACTIVATION
             and not rec.being_encoded
             and rec.host in (Host.NONE, Host.WHOLE)
@@ -151,6 +153,12 @@ class Candidates:
         used = set(records)
         self._ledger.touched |= used ^ self._used
         self._used = used
+
+    def stay(self, orders: frozenset[int]) -> None:
+        """What is saved in these places, and in no others, will still be used by the program when it is needed."""
+        if orders != self._staying:
+            self._staying = orders
+            self._look_anew()
 
     def made_by(self, op: OpInfo) -> None:
         """An op has made records, whose rules go by its name and module."""

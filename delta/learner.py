@@ -89,6 +89,12 @@ class Learner(Underway):
         return max(self.widest_bytes, self.current.unevicted_peak_bytes if self.current is not None else 0)
 
     @property
+    def staying(self) -> frozenset[int]:
+        """While a known kind of step saves: the save orders of what may not go in it, such as what the program never
+        lets go of. From its first need on the program is asked what it uses, each time."""
+        return self.current.staying if self.current is not None and not self.log.asked else frozenset()
+
+    @property
     def next_bytes(self) -> int:
         """What the next storage to be saved takes, where that is known without a plan; else 0."""
         return 0

@@ -58,10 +58,11 @@ class Profile:
     cramped: int = 0  # steps by this plan in which replays that nobody decides about found no room
     over_bytes: int | None = None  # by which the last step by this plan was over its limit, if there was one
     _bare: Bare | None = None
+    _staying: frozenset[int] | None = None
 
     def went(self, graph: StepGraph, course: StepLog) -> None:
         """A step of this kind was recorded: its graph, and its course."""
-        self.graph, self.course, self._bare = graph, course, None
+        self.graph, self.course, self._bare, self._staying = graph, course, None, None
 
     @property
     def all_beside(self) -> tuple[int, ...]:
@@ -74,6 +75,14 @@ class Profile:
         if self._bare is None:
             self._bare = bare(self.course, self.graph)
         return self._bare
+
+    @property
+    def staying(self) -> frozenset[int]:
+        """The save orders of what may not go, such as what the program never lets go of."""
+        if self._staying is None:
+            nodes = self.graph.nodes
+            self._staying = frozenset(v for v, node in enumerate(self.graph.saved) if not nodes[node].evictable)
+        return self._staying
 
     @property
     def can_tighten(self) -> bool:

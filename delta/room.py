@@ -218,6 +218,7 @@ class Room:
         """What goes, as in `evict`, and what is over when nothing more can."""
         self._keeping.end()  # what is only counted might go as well
         self.candidates.limit_replays(self.limit_bytes)
+        self.candidates.stay(self._learner.staying)
         out: list[Instruction] = []
         room_bytes = coming_bytes + spare_bytes - over_bytes  # free by now, if what was to go has gone
         later_bytes = 0  # free when the program lets go of them too

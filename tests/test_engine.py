@@ -1067,6 +1067,40 @@ def test_what_the_program_used_to_the_end_of_backward_is_left_out_of_the_plan():
     assert [graph.nodes[node].evictable for node in graph.saved] == [False, True, True, True]
 
 
+def slices(toy: Toy, base: int) -> int:
+    """A step whose first storage the program keeps, as a data set of which each batch is a slice. Up to where its
+    backward has begun; returns the bytes that were copied out by then."""
+    toy.source(base, 10)
+    before_bytes = toy.engine.totals.swapped_out_bytes
+    for k in range(1, 4):
+        toy.op(base + k, 100, [base + k - 1])
+        if k > 2:
+            toy.let_go(base + k - 1)
+        toy._do(toy.engine.saved(base + k, k, 10 * k))
+    toy.let_go(base + 3)
+    copied_bytes = toy.engine.totals.swapped_out_bytes - before_bytes
+    toy.engine.still_used([base + 1])
+    toy.use(base + 3, 50)
+    return copied_bytes
+
+
+def test_what_the_program_never_lets_go_of_is_copied_out_in_the_first_step_only():
+    """Until backward nobody knows that nothing comes of the copy."""
+    toy, copied = Toy(150, SWAP), []
+    for base in (0, 10, 20):
+        copied.append(slices(toy, base))
+        for k in (2, 1):
+            toy.engine.still_used([base + 1])
+            toy.use(base + k, 50)
+        toy.let_go(base, base + 1)
+    assert copied == [300, 200, 200]
+    slices(toy, 30)
+    toy.let_go(31)
+    toy.engine.still_used([])
+    toy.engine.budget.activations = Bytes(0)
+    assert SwapOut(31, wait=True) in toy.engine.pressure(60), "this time it does"
+
+
 # -- kinds of budget --------------------------------------------------------------------------------------------------
 def test_a_share_is_one_of_what_was_saved_so_far():
     toy = Toy(Budget(activations=Share(0.5)), RECOMPUTE)
