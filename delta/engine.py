@@ -650,7 +650,8 @@ class Engine:
 
     def _tell_shortage(self, step: StepSummary) -> None:
         """Count it, and warn or get ready to raise, if the step that ended was over its limit by more than its
-        rounding. A share is known only now."""
+        rounding. A share is known only now; one of a step that is too small for any of it to go is no error, and leaves
+        the warning to others."""
         peak_bytes = step.peak_bytes
         limit, stopped, self._stopped = self.limit_bytes, self._stopped, False
         if self._headroom is not None:
@@ -659,8 +660,9 @@ class Engine:
             return
         self.totals.steps_over += 1
         shortage = self._room.shortage_of(limit, peak_bytes)
-        if not self.policy.budget.strict:
-            self.totals.warn("budget", shortage.in_step(step.index))
+        tiny = self.budget.is_share and step.unevicted_peak_bytes < self.policy.filter.min_bytes
+        if tiny or not self.policy.budget.strict:
+            self.totals.warn("tiny" if tiny else "budget", shortage.in_step(step.index))
         elif not stopped:
             self.totals.failed = BudgetError(str(shortage))
 

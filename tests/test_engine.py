@@ -3,6 +3,7 @@
 In all of them s (record 0) is a source of 10 bytes, and op k makes record k out of record k - 1 in 10 ns.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -919,6 +920,23 @@ def test_a_budget_that_was_not_held_is_warned_of_once_when_the_step_has_ended():
         assert text.startswith("the budget of 500 B for saved activations was not held in step 0: ")
         assert toy.engine.totals.steps_over == base // 10 + 1
         assert "600 B inputs of the step" in text
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_share_of_a_step_that_is_too_small_for_any_of_it_to_go_stands_for_no_other(strict):
+    toy = Toy(Budget(activations=Share(0.5)), filter={"min_bytes": 64}, budget={"strict": strict})
+    toy.source(0, 63)
+    toy.save(0, 0)
+    toy.use(0, 5)
+    toy.engine.raise_failed()
+    assert toy.engine.totals.steps_over == len(toy.engine.totals.warnings) == 1
+    toy.source(10, 64)
+    toy.save(10, 10)
+    toy.use(10, 15)
+    assert toy.engine.totals.steps_over == 2
+    with pytest.raises(BudgetError, match="32 B") if strict else nullcontext():
+        toy.engine.raise_failed()
+    assert ["31 B" in text for text in toy.engine.totals.warnings] == ([True] if strict else [True, False])
 
 
 def test_copies_either_way_are_told_of_as_such():
