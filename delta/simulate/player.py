@@ -366,12 +366,13 @@ class Player:
     @contextmanager
     def _workspace(self, nbytes: int) -> Iterator[None]:
         """Memory that an op has while it runs."""
+        if not nbytes:
+            yield
+            return
         room = next(self._ids)
-        if nbytes:
-            self._allocate(room, nbytes)
+        self._allocate(room, nbytes)
         yield
-        if nbytes:
-            self.machine.free(room)
+        self.machine.free(room)
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
