@@ -404,7 +404,7 @@ class Engine:
         rec = self.ledger.records[old]
         if rec.handles:
             if not self.ledger.records[new].held:
-                self.ledger.hold(new)
+                self.ledger.hold(new, soon=not preserved)  # it is the same memory
             if 0 <= rec.saved_at < len(self._recall.by_order):
                 self._recall.by_order[rec.saved_at] = new
             self.ledger.supersede(old, new)
@@ -416,6 +416,7 @@ class Engine:
             self.ledger.let_go(old)
             out.append(Release(old))
         self.ledger.gone(old)
+        self.ledger.note_peak()
         self._room.candidates.went_missing(rec)
         return out
 
@@ -516,7 +517,11 @@ class Engine:
                 gone = self._room.following.after_turn(now_ns)
                 going_bytes = sum(self.ledger.records[each.record].nbytes for each in gone if isinstance(each, Drop))
                 return gone + self._recall.after_turn(going_bytes, now_ns)
-        return self._room.following.needed(here, now_ns) + self._recall.prefetch(here, now_ns)
+        return [
+            *self._room.following.needed(here, now_ns),
+            *self._recall.prefetch(here, now_ns),
+            *self._room.make_for_save(now_ns),
+        ]
 
     # -- encoded forms --------------------------------------------------------------------------------------------
     def encoded(self, record: int, nbytes: int) -> None:

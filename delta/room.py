@@ -126,12 +126,30 @@ class Room:
         awaited = [self._ledger[instruction.record] for instruction in awaits]
         freed_bytes = sum(rec.nbytes for rec in awaited if not self._floats(rec))
         rise = max(0, plan.forward_bytes[order + 1] - plan.forward_bytes[order])
+        rise = max(rise, self._unforeseen_bytes(plan, order + 1))
         if self._headroom is not None:  # which has room for the making of it here, and there for what comes then
             rise = max(0, rise + self._headroom.from_save(order + 1) - self._headroom.here_bytes)
         # What is awaited may be what the plan counts on anyway: it brings no more than what lies over the plan now.
         over_plan_bytes = max(0, resident_bytes - plan.forward_bytes[order])
         coming_bytes = rise - min(freed_bytes, over_plan_bytes)
         return [*awaits, *self.make(coming_bytes, now_ns, beside=frozenset(rec.id for rec in awaited))]
+
+    def make_for_save(self, now_ns: int) -> list[Instruction]:
+        """A need has been served. Where the step saves again before the next one, keep that under the limit too."""
+        plan, profile, log = self._learner.plan, self._learner.current, self._learner.log
+        order = len(log.saves)
+        if plan is None or profile is None or profile.graph.needs_before[order : order + 1] != (len(log.needs),):
+            return []
+        coming_bytes = self._unforeseen_bytes(plan, order)
+        return self.make(coming_bytes, now_ns, guess=True) if coming_bytes else []
+
+    def _unforeseen_bytes(self, plan: Plan, order: int) -> int:
+        """What a save may add to what is resident, where a step saves after needs (backward of a backward) and its plan
+        does not hold the limit: then other things go than the plan says, and what it has go by then may have gone."""
+        profile, limit = self._learner.current, self._limit_at(order)
+        if profile is None or not any(profile.graph.needs_before[-1:]) or limit is None or plan.peak_bytes <= limit:
+            return 0
+        return plan.saved_bytes[order]
 
     def await_out(self, over_bytes: int, beside: Collection[int] = ()) -> tuple[list[AwaitOut], int]:
         """Wait for copies out until that much less is resident, by those alone that free their bytes at once; returns
@@ -320,6 +338,7 @@ class Room:
                 self.candidates.stuck(rec)
                 break
             self.strays[rec.saved_at] = choice.action
+            self.wanted.discard(rec.saved_at)
             out += self.carry_out(rec, choice.action, now_ns, wait=True)
             if self._floats(rec):
                 floating_bytes += rec.nbytes - choice.stays_bytes
@@ -330,7 +349,7 @@ class Room:
     def _floats(self, rec: Record) -> bool:
         """Whether the program still uses the storage, so that its bytes stay for now, whoever lets go of them."""
         log = self._learner.log
-        saving = 0 <= rec.saved_at < len(log.saves) and not log.needs
+        saving = 0 <= rec.saved_at < len(log.saves) and log.needs_before[rec.saved_at] == len(log.needs)
         return saving and not self._announced and rec.saved_at not in log.loose_at
 
     def dropped(self, rec: Record) -> None:

@@ -116,6 +116,29 @@ def test_copies_back_that_take_long_take_no_more_room(name, share, policy, monke
     assert report.swapped_in_bytes > 0
 
 
+@pytest.mark.parametrize("share", ["40%", "30%"])
+@pytest.mark.parametrize("policy", ["delta", "swap", "monet"])
+def test_steps_that_save_in_backward_hold_their_limit_though_no_plan_does(policy, share):
+    """A physics-informed network: second derivatives by its input, and backward through those. Nothing is said of one
+    that goes again after its first need, so a plan takes all that comes back to stay."""
+    torch.manual_seed(0)
+    layers = (layer for _ in range(5) for layer in (nn.Linear(64, 64), nn.Tanh()))
+    net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), *layers, nn.Linear(64, 1))
+    with delta.evict(
+        activations=share, policy=delta.load_policy(policy, {"filter.min_bytes": 1024}), device="cpu"
+    ) as run:
+        for _ in range(5):
+            x = torch.rand(256, 2, requires_grad=True)
+            u = net(x)
+            (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            (dxx,) = torch.autograd.grad(du[:, 0].sum(), x, create_graph=True)
+            (du[:, 1] - 0.1 * dxx[:, 0] + u[:, 0] * du[:, 0]).square().mean().backward()
+        profile = run._core.engine.learner.profiles[0]
+        assert profile.plan.peak_bytes > profile.planned_for_bytes
+    assert run.report().modes == {"observe": 1, "planned": 4}
+    assert run.report().steps_over == 0
+
+
 def test_logits_are_not_made_again_beside_their_softmax(monkeypatch):
     """The loss of many classes saves its softmax. A rule wants it made again, and with the logits it reads that is more
     than there may be."""

@@ -694,10 +694,19 @@ def test_handles_follow_an_overwritten_storage():
     toy.save(1, 10)
     assert toy.overwrite(1, 2, [1], 100) == [Hold(2), Release(1)]
     assert toy.engine.ledger[2].handles == 1
-    assert toy.engine.ledger.resident_bytes == 100
+    assert toy.engine.ledger.resident_bytes == toy.engine.ledger.peak_resident_bytes == 100, "it is the same memory"
     assert toy.need(1, 20) == []
     toy.let_go(2)
     assert toy.unsave(1) == [Release(2), Forget(2), Forget(1)]
+
+
+def test_a_storage_that_is_resized_when_it_is_overwritten_counts_as_large_as_it_is_then():
+    toy = Toy(1000)
+    toy.source(0, 10)
+    toy.op(1, 100, [0])
+    toy.save(1, 10)
+    toy.overwrite(1, 2, [1], 150)
+    assert toy.engine.ledger.resident_bytes == toy.engine.ledger.peak_resident_bytes == 150
 
 
 def test_a_storage_on_its_way_out_is_waited_for_before_it_is_overwritten():
