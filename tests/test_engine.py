@@ -5,6 +5,7 @@ In all of them s (record 0) is a source of 10 bytes, and op k makes record k out
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from toy import LINK, Toy
@@ -698,6 +699,16 @@ def test_handles_follow_an_overwritten_storage():
     assert toy.need(1, 20) == []
     toy.let_go(2)
     assert toy.unsave(1) == [Release(2), Forget(2), Forget(1)]
+
+
+@pytest.mark.parametrize(
+    ("needs_before", "peak_bytes", "unforeseen_bytes"), [((0, 2), 1001, 70), ((0, 2), 1000, 0), ((0, 0), 1001, 0)]
+)
+def test_only_a_plan_that_holds_its_limit_says_what_a_save_after_needs_adds(needs_before, peak_bytes, unforeseen_bytes):
+    toy = Toy(1000, SWAP)
+    toy.engine.learner.current = SimpleNamespace(graph=SimpleNamespace(needs_before=needs_before))
+    plan = SimpleNamespace(peak_bytes=peak_bytes, saved_bytes=(100, 70))
+    assert toy.engine._room._unforeseen_bytes(plan, 1) == unforeseen_bytes
 
 
 def test_a_storage_that_is_resized_when_it_is_overwritten_counts_as_large_as_it_is_then():
