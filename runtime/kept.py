@@ -185,6 +185,8 @@ class KeptTensors:
         self._core.noted.give_records()
         if self._core.engine.step_ends.needed:
             self._core.find_used()
+        else:
+            self._core.attached.look()  # most of them the program has let go of
 
     def _take(self, packed: KeptTensor, kept: Kept) -> None:
         core, tensor = self._core, packed.tensor
