@@ -50,7 +50,7 @@ class Ledger(Lineage):
         self.left_over = 0  # of them, those on records that were saved in earlier steps only
         self.peak_resident_bytes = 0
         self.peak_unevicted_bytes = 0
-        self._counted_bytes = self._counted_handles = 0  # of storages that have no record: see `keeping.py`
+        self.counted_bytes = self._counted_handles = 0  # of storages that have no record: see `keeping.py`
         self._counted_unevicted_bytes = 0
         self._successors: dict[int, int] = {}
         self._uses = 0
@@ -126,7 +126,7 @@ class Ledger(Lineage):
         nothing were evicted. Negative: they are fewer now."""
         self.handles += handles
         self._counted_handles += handles
-        self._counted_bytes += resident_bytes
+        self.counted_bytes += resident_bytes
         self._counted_unevicted_bytes += unevicted_bytes
         self.resident_bytes += resident_bytes
         self.unevicted_bytes += unevicted_bytes
@@ -134,7 +134,7 @@ class Ledger(Lineage):
             self.peak_resident_bytes = self.resident_bytes
         if self.unevicted_bytes > self.peak_unevicted_bytes:
             self.peak_unevicted_bytes = self.unevicted_bytes
-        if self._counted_handles < 0 or self._counted_bytes < 0 or self._counted_unevicted_bytes < 0:
+        if self._counted_handles < 0 or self.counted_bytes < 0 or self._counted_unevicted_bytes < 0:
             raise LedgerError(f"{-handles} handles and {-resident_bytes} bytes without a record are not counted")
 
     def supersede(self, old: int, new: int) -> None:
@@ -384,7 +384,7 @@ class Ledger(Lineage):
         """Derive every total and link again and compare; `LedgerError` names the first difference."""
         records = self.records.values()
         totals = {
-            "resident_bytes": self._counted_bytes + sum(r.resident_bytes for r in records),
+            "resident_bytes": self.counted_bytes + sum(r.resident_bytes for r in records),
             "unevicted_bytes": self._counted_unevicted_bytes
             + sum(r.nbytes for r in records if r.handles and r.kind is not Kind.PARAMETER),
             "leaving_bytes": sum(r.nbytes for r in records if r.host is Host.LEAVING),

@@ -207,13 +207,20 @@ class Room:
         awaited, over = self.await_out(over + spare, beside)
         out += awaited
         if over > 0:
-            out += self.evict(over, now_ns, extra_bytes, guess, spare)
+            out += self.evict(over, now_ns, extra_bytes, guess, spare, out)
         return out
 
     def evict(
-        self, over_bytes: int, now_ns: int, coming_bytes: int = 0, guess: bool = False, spare_bytes: int = 0
+        self,
+        over_bytes: int,
+        now_ns: int,
+        coming_bytes: int = 0,
+        guess: bool = False,
+        spare_bytes: int = 0,
+        before: Sequence[Instruction] = (),
     ) -> list[Instruction]:
-        """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free."""
+        """Let go of `over_bytes`, of which `coming_bytes` are not there yet and `spare_bytes` need not be free. What
+        goes by the instructions `before` is taken off already."""
         out, over_bytes = self._evict(over_bytes, now_ns, coming_bytes, spare_bytes)
         coming_bytes = max(0, coming_bytes)
         lenient_bytes = spare_bytes + (coming_bytes if guess else 0)
@@ -221,7 +228,7 @@ class Room:
             turned_back, over_bytes = self._turn_back(over_bytes, lenient_bytes)
             out += turned_back
         if over_bytes > lenient_bytes:
-            self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes)
+            self._short(over_bytes - lenient_bytes, 0 if guess else coming_bytes, [*before, *out])
         return out
 
     def rescue(self, now_ns: int) -> list[Instruction]:
@@ -393,19 +400,20 @@ class Room:
         evictions, name = self._totals.evictions, str(action)
         evictions[name] = evictions.get(name, 0) + 1
 
-    def _short(self, over_bytes: int, coming_bytes: int) -> None:
-        """Nothing more can go and it still does not fit. What the program itself still uses may go by itself soon, so
-        only the rest is an error at once; whether the budget was really missed is known when the step has ended."""
+    def _short(self, over_bytes: int, coming_bytes: int, gone: Sequence[Instruction]) -> None:
+        """Nothing more can go than has `gone` and it still does not fit. What the program itself still uses may go by
+        itself soon, so only the rest is an error at once; whether the budget was really missed is known when the step
+        has ended."""
         limit = self.limit_bytes
         if limit is None:
             return
-        self._note(limit + over_bytes, coming_bytes)
+        self._note(limit + over_bytes, coming_bytes, gone)
         if self._firm and self._policy.budget.strict:
             records = self._ledger.records.values()
             if over_bytes > sum(rec.nbytes for rec in records if rec.counted and not rec.held):
-                self._totals.failed = BudgetError(str(self._shortage(limit, limit + over_bytes, coming_bytes)))
+                self._totals.failed = BudgetError(str(self._shortage(limit, limit + over_bytes, coming_bytes, gone)))
 
-    def _note(self, needed_bytes: int, coming_bytes: int) -> None:
+    def _note(self, needed_bytes: int, coming_bytes: int, gone: Sequence[Instruction] = ()) -> None:
         """Remember the worst moment of the step, for the case that its peak turns out to be over the limit."""
         if self._totals.has_warned("budget"):
             return  # nobody would be told again, and in a step that cannot be held every save would add up all records
@@ -413,11 +421,18 @@ class Room:
         worst = self._worst
         over_bytes = needed_bytes - limit
         if worst is None or over_bytes > WORSE * worst.over_bytes or needed_bytes > WORSE * worst.needed_bytes:
-            self._worst = self._shortage(limit, needed_bytes, coming_bytes)
+            self._worst = self._shortage(limit, needed_bytes, coming_bytes, gone)
 
-    def _shortage(self, limit_bytes: int, needed_bytes: int, coming_bytes: int) -> Shortage:
-        records = self._ledger.records.values()
-        parts = parts_of(records, coming_bytes, self._policy.filter.min_bytes, self.candidates.evictable)
+    def _shortage(
+        self, limit_bytes: int, needed_bytes: int, coming_bytes: int, gone: Sequence[Instruction]
+    ) -> Shortage:
+        taken_off = {each.record for each in gone if isinstance(each, (AwaitIn, AwaitOut))}
+        leaving = {each.record for each in gone if isinstance(each, (Drop, SwapOut))} - taken_off
+        there = self._ledger.records
+        taken_off |= {record for record in leaving if record in there and not self._floats(there[record])}
+        records = (rec for rec in there.values() if rec.id not in taken_off)
+        least_bytes, kept_bytes = self._policy.filter.min_bytes, self._ledger.counted_bytes
+        parts = parts_of(records, coming_bytes, least_bytes, self.candidates.evictable, self._in_use, kept_bytes)
         shortage, budget = Shortage(limit_bytes, needed_bytes, parts), self._budget
         if self._headroom is None:
             return shortage
@@ -427,6 +442,10 @@ class Room:
             beside_bytes=self._headroom.here_bytes,
             reserve_bytes=budget.reserve_bytes,
         )
+
+    def _in_use(self, rec: Record) -> bool:
+        """Whether it is others than Delta that keep the storage there, and not the policy."""
+        return self.candidates.in_use(rec) or (self._floats(rec) and self.candidates.evictable(rec))
 
     def shortage_of(self, limit_bytes: int, peak_bytes: int) -> Shortage:
         """What to say of a step that was over the limit: its worst moment that is known."""

@@ -57,12 +57,20 @@ class Shortage:
         return f"{left}{format_bytes(self.needed_bytes)} have to be resident at once, made up of {self.parts}."
 
 
-def parts_of(records: Iterable[Record], coming_bytes: int, min_bytes: int, evictable: Callable[[Record], bool]) -> str:
-    """What is resident, by the reason why it has not gone; `coming_bytes` are not there yet."""
+def parts_of(
+    records: Iterable[Record],
+    coming_bytes: int,
+    min_bytes: int,
+    evictable: Callable[[Record], bool],
+    in_use: Callable[[Record], bool] = lambda rec: False,
+    kept_bytes: int = 0,
+) -> str:
+    """What is resident, by the reason why it has not gone; `coming_bytes` are not there yet, `kept_bytes` have no
+    record. `in_use`: it is others than Delta that keep the storage there, as the op that is saving it."""
     parts = {"what the next op makes": coming_bytes}
     parts |= {"in use by the op at hand": 0, "inputs of the step": 0, "smaller than filter.min_bytes": 0}
-    parts |= {"still used by the program": 0, "on the way out or back": 0, "about to go": 0}
-    parts |= {"not evictable under this policy": 0, "encoded forms": 0}
+    parts |= {"still used by the program": 0, "kept by the plan": kept_bytes, "on the way out or back": 0}
+    parts |= {"about to go": 0, "not evictable under this policy": 0, "encoded forms": 0}
     for rec in records:
         parts["encoded forms"] += rec.encoded_bytes
         if not rec.counted:
@@ -73,10 +81,10 @@ def parts_of(records: Iterable[Record], coming_bytes: int, min_bytes: int, evict
             parts["inputs of the step"] += rec.nbytes
         elif rec.nbytes < min_bytes:
             parts["smaller than filter.min_bytes"] += rec.nbytes
-        elif not rec.held:
-            parts["still used by the program"] += rec.nbytes
         elif rec.host in (Host.LEAVING, Host.COMING):
             parts["on the way out or back"] += rec.nbytes
+        elif not rec.held or in_use(rec):
+            parts["still used by the program"] += rec.nbytes
         elif evictable(rec):
             parts["about to go"] += rec.nbytes
         else:

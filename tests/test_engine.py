@@ -967,9 +967,34 @@ def test_copies_either_way_are_told_of_as_such():
     assert parts_of(records, 0, 0, lambda rec: False) == "300 B on the way out or back"
 
 
+def test_what_others_use_is_said_to_be_used_whether_it_could_go_or_not():
+    records = [Record(id, 100, Kind.ACTIVATION, handles=1, held=True) for id in (1, 2, 3)]
+    text = parts_of(records, 0, 0, lambda rec: rec.id == 1, lambda rec: rec.id < 3)
+    assert text == "200 B still used by the program, 100 B not evictable under this policy"
+
+
+def test_what_is_only_counted_has_its_part():
+    assert parts_of([], 0, 0, lambda rec: False, kept_bytes=300) == "300 B kept by the plan"
+
+
+def test_what_goes_at_once_is_no_part_of_what_is_over_when_it_has_gone():
+    """600 bytes that stay and 300 that go, under 900; 400 more are to come: none of the 300 has to be there then."""
+    toy = Toy(10_000, RECOMPUTE)
+    toy.op(1, 600, replayable=False)
+    toy.op(2, 300, [1])
+    for record in (1, 2):
+        toy.save(record, 10 * record)
+        toy.let_go(record)
+    toy.engine.budget.activations = Bytes(900)
+    toy._do(toy.engine.pressure(40, 400))
+    shortage = toy.engine._room._worst
+    assert shortage is not None and shortage.needed_bytes == 1000
+    assert shortage.parts == "400 B what the next op makes, 600 B not evictable under this policy"
+
+
 def test_what_goes_or_can_go_is_not_called_unevictable():
     """Under 100 bytes, when the second of two storages of 100 has been saved: the copy out of the first goes on, and
-    the second has just been asked to follow."""
+    the second has just been asked to follow. But the op at hand has it still."""
     toy = Toy(100, SWAP)
     toy.slow = True
     forward(toy, 2)
@@ -978,7 +1003,7 @@ def test_what_goes_or_can_go_is_not_called_unevictable():
     toy.use(1, 40)
     (text,) = toy.engine.totals.warnings
     parts = text.partition("made up of ")[2].partition(". ")[0].split(", ")
-    assert parts == ["100 B on the way out or back", "100 B about to go"]
+    assert parts == ["100 B still used by the program", "100 B on the way out or back"]
 
 
 def test_what_is_resident_is_added_up_only_until_that_has_been_told(monkeypatch):
