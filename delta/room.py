@@ -431,8 +431,8 @@ class Room:
         there = self._ledger.records
         taken_off |= {record for record in leaving if record in there and not self._floats(there[record])}
         records = (rec for rec in there.values() if rec.id not in taken_off)
-        least_bytes, kept_bytes = self._policy.filter.min_bytes, self._ledger.counted_bytes
-        parts = parts_of(records, coming_bytes, least_bytes, self.candidates.evictable, self._in_use, kept_bytes)
+        kept_bytes, least_bytes = self._ledger.counted_bytes, self._policy.filter.min_bytes
+        parts = parts_of(records, coming_bytes, kept_bytes, least_bytes, self.candidates.evictable, self._in_use)
         shortage, budget = Shortage(limit_bytes, needed_bytes, parts), self._budget
         if self._headroom is None:
             return shortage

@@ -60,10 +60,10 @@ class Shortage:
 def parts_of(
     records: Iterable[Record],
     coming_bytes: int,
+    kept_bytes: int,
     min_bytes: int,
     evictable: Callable[[Record], bool],
-    in_use: Callable[[Record], bool] = lambda rec: False,
-    kept_bytes: int = 0,
+    in_use: Callable[[Record], bool],
 ) -> str:
     """What is resident, by the reason why it has not gone; `coming_bytes` are not there yet, `kept_bytes` have no
     record. `in_use`: it is others than Delta that keep the storage there, as the op that is saving it."""

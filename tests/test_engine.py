@@ -706,7 +706,8 @@ def test_handles_follow_an_overwritten_storage():
 )
 def test_only_a_plan_that_holds_its_limit_says_what_a_save_after_needs_adds(needs_before, peak_bytes, unforeseen_bytes):
     toy = Toy(1000, SWAP)
-    toy.engine.learner.current = SimpleNamespace(graph=SimpleNamespace(needs_before=needs_before))
+    graph = SimpleNamespace(needs_before=needs_before)
+    toy.engine.learner.current = SimpleNamespace(graph=graph, unevicted_peak_bytes=2000)
     plan = SimpleNamespace(peak_bytes=peak_bytes, saved_bytes=(100, 70))
     assert toy.engine._room._unforeseen_bytes(plan, 1) == unforeseen_bytes
 
@@ -959,22 +960,26 @@ def test_a_share_of_a_step_that_is_too_small_for_any_of_it_to_go_stands_for_no_o
     assert ["31 B" in text for text in toy.engine.totals.warnings] == ([True] if strict else [True, False])
 
 
+def nothing(rec: Record) -> bool:
+    return False
+
+
 def test_copies_either_way_are_told_of_as_such():
     records = [
         Record(1, 100, Kind.ACTIVATION, handles=1, held=True, host=Host.LEAVING),
         Record(2, 200, Kind.ACTIVATION, handles=1, held=True, host=Host.COMING),
     ]
-    assert parts_of(records, 0, 0, lambda rec: False) == "300 B on the way out or back"
+    assert parts_of(records, 0, 0, 0, nothing, nothing) == "300 B on the way out or back"
 
 
 def test_what_others_use_is_said_to_be_used_whether_it_could_go_or_not():
     records = [Record(id, 100, Kind.ACTIVATION, handles=1, held=True) for id in (1, 2, 3)]
-    text = parts_of(records, 0, 0, lambda rec: rec.id == 1, lambda rec: rec.id < 3)
+    text = parts_of(records, 0, 0, 0, lambda rec: rec.id == 1, lambda rec: rec.id < 3)
     assert text == "200 B still used by the program, 100 B not evictable under this policy"
 
 
 def test_what_is_only_counted_has_its_part():
-    assert parts_of([], 0, 0, lambda rec: False, kept_bytes=300) == "300 B kept by the plan"
+    assert parts_of([], 0, 300, 0, nothing, nothing) == "300 B kept by the plan"
 
 
 def test_what_goes_at_once_is_no_part_of_what_is_over_when_it_has_gone():
