@@ -110,6 +110,7 @@ class Engine:
         self._largest_bytes = 0
         self._lost_ns = 0
         self._position = 0  # needs of this step that plans have been followed for
+        self._served = -1  # the record that backward was given last
         self._stopped = False  # a BudgetError was raised in the step under way, which is not told again at its end
         self._recording = False
         self._backward_writes = False
@@ -473,7 +474,7 @@ class Engine:
 
     def served(self, handle: int) -> list[Instruction]:
         """The value was handed to backward."""
-        record = self.ledger.resolve(handle)
+        self._served = record = self.ledger.resolve(handle)
         self.ledger.unpin(record)
         return self._settling.settle(record) if not self.ledger.records[record].handles else []
 
@@ -520,7 +521,7 @@ class Engine:
         return [
             *self._room.following.needed(here, now_ns),
             *self._recall.prefetch(here, now_ns),
-            *self._room.make_for_save(now_ns),
+            *self._room.make_for_save(self._served, now_ns),
         ]
 
     # -- encoded forms --------------------------------------------------------------------------------------------
