@@ -12,7 +12,7 @@ is made from have to come, and one that a routine does not know ends nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
@@ -370,12 +370,13 @@ def _replayed(graph: StepGraph, plan: Plan) -> set[int]:
     found: set[int] = set()
     encoded: set[int] = set()
     todo: list[int] = []
+    writers = _writers(graph)
     for order, action in enumerate(plan.actions):
         node = graph.nodes[graph.saved[order]]
         if node.op is None:
             continue
         if leaves_recipe_only(action, node.stand_in):
-            todo.append(node.op)
+            todo += [node.op, *_written_since(graph, graph.saved[order], writers)]
         elif action is Action.ENCODE:
             encoded.update(_overwritten(graph, node.op))
     while todo:
@@ -384,6 +385,19 @@ def _replayed(graph: StepGraph, plan: Plan) -> set[int]:
             found.add(op)
             todo += _makers(graph, plan, graph.ops[op].inputs)
     return found | encoded
+
+
+def _written_since(graph: StepGraph, node: int, writers: Mapping[int, Sequence[int]]) -> set[int]:
+    """The ops that write into a storage after its save. What has gone is there again by that, and backward asks for
+    what the last of them leaves: without their recipes it could not go any more."""
+    found: set[int] = set()
+    todo = [node]
+    while todo:
+        for op in writers.get(todo.pop(), ()):
+            if op not in found:
+                found.add(op)
+                todo += graph.ops[op].outputs
+    return found
 
 
 def _makers(graph: StepGraph, plan: Plan, nodes: Iterable[int]) -> Iterable[int]:

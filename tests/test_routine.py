@@ -95,6 +95,18 @@ def test_encoding_asks_for_the_ops_whose_results_were_overwritten():
     assert ways_of(calls, build_graph(log, 0), plan_of([ENCODE])) == [R, R, R]
 
 
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [([KEEP, RECOMPUTE], [P, R, R, R, P]), ([RECOMPUTE, KEEP], [R, P, P, P, P]), ([KEEP, KEEP], [P, P, P, P, P])],
+)
+def test_what_writes_into_a_dropped_storage_after_its_save_is_recorded(actions, expected):
+    """2 is saved, then overwritten twice: 4 is what a handle on it stands for."""
+    graph = chain([1, 2])
+    ops = [replace(op, overwrites=op.inputs if op.id in (2, 3) else ()) for op in graph.ops]
+    calls = [(f"call {i}", i) for i in range(5)]
+    assert ways_of(calls, replace(graph, ops=tuple(ops)), plan_of(actions)) == expected
+
+
 def test_a_routine_knows_its_calls_and_no_others():
     routine = Routine([("a", 0), ("b", 1)], [Way.PASS, Way.RECORD])
     assert not routine.begun
@@ -624,6 +636,39 @@ def test_under_a_routine_few_ops_are_recorded_and_the_limit_holds():
         loss.backward()
     report = run.report()
     assert report.peak_activation_bytes <= 1.01 * report.budget_bytes
+
+
+class Gated(nn.Module):
+    """As an LSTM cell writes its gates: each in place, the others when the first has been saved with all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 96) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            i, f, g, o = layer(x).unsafe_chunk(4, 1)
+            x = i.sigmoid_() * g.tanh_() + f.sigmoid_() * o.sigmoid_()
+        return x
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")  # what is dropped is there again by the next write
+def test_what_was_written_after_it_had_gone_can_go_again_under_a_routine(followed):
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(torch.ones(16, 24)).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    model = Gated()
+    expected = gradients()
+    chosen = delta.load_policy("recompute", {"filter.min_bytes": 4096})  # all gates of a layer may go, and nothing else
+    with delta.evict(activations="70%", policy=chosen, device="cpu") as run:
+        for _ in range(SHORT + TIGHTENINGS + 2):
+            assert all(map(torch.equal, gradients(), expected))
+    report = run.report()
+    assert any(followed)
+    assert report.peak_activation_bytes < 0.85 * report.unevicted_peak_activation_bytes
 
 
 def test_rules_keep_the_recorder_whole():
