@@ -98,7 +98,7 @@ class Candidates:
 
     def in_use(self, rec: Record) -> bool:
         """Whether a replay reads the record now, or others than Delta use its storage."""
-        return rec.pins > 0 or rec.id in self._used
+        return rec.pins > 0 or rec.id in self._used or rec.saved_at in self._staying
 
     def allows(self, action: Action) -> bool:
         """Whether the policy has the action at all."""

@@ -142,12 +142,7 @@ KNOWN: dict[int, tuple[OpOverload, OpFacts]] = {}
 def _facts(func: OpOverload) -> OpFacts:
     schema = func._schema
     short = schema.name.split("::")[1]
-    mutates: list[int | str] = []
-    for position, argument in enumerate(schema.arguments):
-        if short == "set_":
-            break  # gives the tensor another storage, and writes into none
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            mutates.append(argument.name if argument.kwarg_only else position)
+    mutates = _mutates(func)
     names = [argument.name for argument in schema.arguments]
     statistics: tuple[int, ...] = ()
     if func.namespace == "aten" and short in _UPDATES_STATISTICS:
@@ -173,7 +168,7 @@ def _facts(func: OpOverload) -> OpFacts:
         replayable_on_cuda=may and not in_any_order,
         cudnn_chooses=cudnn_chooses,
         seeded=seeded,
-        mutates=tuple(mutates),
+        mutates=mutates,
         statistics=statistics,
         training=names.index("training") if statistics and "training" in names else None,
         accumulates=names.index("accumulate") if func.namespace == "aten" and short in _ACCUMULATE else None,
@@ -189,6 +184,18 @@ def _facts(func: OpOverload) -> OpFacts:
         idle=view or not (mutates or statistics or any("Tensor" in str(result.type) for result in schema.returns)),
         writes=writes,
         plain=may and not (in_any_order or cudnn_chooses or seeded or writes),
+    )
+
+
+def _mutates(func: OpOverload) -> tuple[int | str, ...]:
+    """The places, or names, of the arguments that it writes into. `set_` gives a tensor another storage, and writes
+    into none."""
+    if func._schema.name.endswith("::set_"):
+        return ()
+    return tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 

@@ -1169,6 +1169,22 @@ def test_what_the_program_never_lets_go_of_is_copied_out_in_the_first_step_only(
     assert SwapOut(31, wait=True) in toy.engine.pressure(60), "this time it does"
 
 
+def test_what_stays_since_the_program_never_lets_go_of_it_is_said_to_be_used_by_it():
+    toy = Toy(150, SWAP, budget={"strict": True})
+    slices(toy, 0)
+    for k in (2, 1):
+        toy.engine.still_used([1])
+        toy.use(k, 50)
+    toy.let_go(0, 1)
+    toy.engine.totals.failed = None
+    toy.source(10, 10)
+    for k in (1, 2):
+        toy.op(10 + k, 100, [9 + k])
+        toy._do(toy.engine.saved(10 + k, k, 60 + k))
+    assert "100 B still used by the program" in toy.engine._room._worst.parts
+    assert "not evictable" not in toy.engine._room._worst.parts
+
+
 # -- kinds of budget --------------------------------------------------------------------------------------------------
 def test_a_share_is_one_of_what_was_saved_so_far():
     toy = Toy(Budget(activations=Share(0.5)), RECOMPUTE)

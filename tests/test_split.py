@@ -21,6 +21,7 @@ import delta
 from delta.runtime import split
 from delta.runtime.demo_measure import AllocatedBytes
 from delta.runtime.device.cpu import CpuDevice
+from delta.runtime.landing import landing
 from delta.runtime.rawmem import sole_owner
 from delta.runtime.storages import Storages
 
@@ -503,3 +504,13 @@ def test_a_hook_before_the_node_has_the_value_and_one_after_it_an_error() -> Non
         later.register_hook(lambda gradients, outputs: found.append(later._saved_input))
         with pytest.raises(delta.DeltaError, match="a hook of its node asks"):
             y.mean().backward()
+
+
+def test_what_is_put_off_stays_on_the_host_whatever_the_default_device() -> None:
+    """A storage of pages that something was read into cannot be emptied."""
+    storage = landing(4 * 64, 16, 4096)
+    value = torch.empty(0).set_(storage, 0, (8, 8), (8, 1))
+    with torch.device("meta"):
+        split._put_off(value, storage)
+    assert (value.device.type, value.size()) == ("cpu", (8, 8))
+    assert value.untyped_storage()._cdata != storage._cdata

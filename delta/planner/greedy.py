@@ -242,7 +242,7 @@ class _Greedy:
 
     def _spared(self) -> list[int]:
         """Evictions for whose bytes there is room from their save to where they are back."""
-        import numpy as np  # here: few steps have so many storages
+        import numpy as np  # here: the engine has this module, and a block without plans needs none
 
         now, graph, spared = self.now, self.graph, []
         forward = self.limit - np.array(now.forward_bytes, np.int64)  # the room after each save
