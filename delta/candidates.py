@@ -154,6 +154,11 @@ class Candidates:
         self._ledger.touched |= used ^ self._used
         self._used = used
 
+    def given(self, record: int) -> None:
+        """Backward uses the storage of this one, too."""
+        self._used.add(record)
+        self._ledger.touched.add(record)
+
     def stay(self, orders: frozenset[int]) -> None:
         """What is saved in these places, and in no others, will still be used by the program when it is needed."""
         if orders != self._staying:

@@ -110,7 +110,6 @@ class Engine:
         self._largest_bytes = 0
         self._lost_ns = 0
         self._position = 0  # needs of this step that plans have been followed for
-        self._served = -1  # the record that backward was given last
         self._stopped = False  # a BudgetError was raised in the step under way, which is not told again at its end
         self._recording = False
         self._backward_writes = False
@@ -437,6 +436,10 @@ class Engine:
         self._room.candidates.still_used(records)
         self.learner.still_used({self.ledger.records[record].saved_at for record in records if record in self.ledger})
 
+    def given(self, record: int) -> None:
+        """Backward has been given the storage of a record, and uses it until `still_used` no longer names it."""
+        self._room.candidates.given(record)
+
     def stays(self, nbytes: int) -> bool:
         """Whether a saved storage of that size stays as it is until its last handle has died, whatever comes. Not where
         sizes change from step to step: then one that stays in this step may be evicted in the next."""
@@ -474,7 +477,7 @@ class Engine:
 
     def served(self, handle: int) -> list[Instruction]:
         """The value was handed to backward."""
-        self._served = record = self.ledger.resolve(handle)
+        record = self.ledger.resolve(handle)
         self.ledger.unpin(record)
         return self._settling.settle(record) if not self.ledger.records[record].handles else []
 
@@ -521,7 +524,7 @@ class Engine:
         return [
             *self._room.following.needed(here, now_ns),
             *self._recall.prefetch(here, now_ns),
-            *self._room.make_for_save(self._served, now_ns),
+            *self._room.make_for_save(now_ns),
         ]
 
     # -- encoded forms --------------------------------------------------------------------------------------------

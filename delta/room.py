@@ -134,21 +134,14 @@ class Room:
         coming_bytes = rise - min(freed_bytes, over_plan_bytes)
         return [*awaits, *self.make(coming_bytes, now_ns, beside=frozenset(rec.id for rec in awaited))]
 
-    def make_for_save(self, served: int, now_ns: int) -> list[Instruction]:
-        """The need of this record has been served. Where the step saves again before the next one, keep that under the
-        limit too. Backward has the record now: letting go of it would free nothing yet."""
+    def make_for_save(self, now_ns: int) -> list[Instruction]:
+        """A need has been served. Where the step saves again before the next one, keep that under the limit too."""
         plan, profile, log = self._learner.plan, self._learner.current, self._learner.log
         order = len(log.saves)
         if plan is None or profile is None or profile.graph.needs_before[order : order + 1] != (len(log.needs),):
             return []
-        coming_bytes, lent = self._unforeseen_bytes(plan, order), self._ledger.records.get(served)
-        if not coming_bytes:
-            return []
-        if lent is not None:
-            self.candidates.pass_over([lent])
-        out = self.make(coming_bytes, now_ns, guess=True)
-        self.candidates.unstuck()
-        return out
+        coming_bytes = self._unforeseen_bytes(plan, order)
+        return self.make(coming_bytes, now_ns, guess=True) if coming_bytes else []
 
     def _unforeseen_bytes(self, plan: Plan, order: int) -> int:
         """What a save may add to what is resident, where a step saves after needs (backward of a backward) and its plan

@@ -337,6 +337,7 @@ class Core(Entrance):
             if done := self.engine.served(packed.record):
                 self.run(done)
             self.attached.given_out(record)
+            self.engine.given(record)
             self.go_on()
 
     def _resizable(self, record: int, storage: torch.UntypedStorage) -> torch.UntypedStorage:

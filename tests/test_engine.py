@@ -647,6 +647,19 @@ def test_serving_twice_at_once_pins_twice():
     assert toy._do(toy.engine.rescue(24))
 
 
+def test_what_backward_has_been_given_is_no_candidate_until_it_has_let_go_of_it():
+    """Dropping 2 for 3 would free nothing while backward reads it: 1 goes."""
+    toy = Toy(1000)
+    forward(toy, 2)
+    toy.let_go(1, 2)
+    toy._do(toy.engine.need(2, 30))
+    toy._do(toy.engine.served(2))
+    toy.engine.given(2)
+    assert [each.record for each in toy._do(toy.engine.rescue(31)) if isinstance(each, Drop)] == [1]
+    toy.engine.still_used([])
+    assert [each.record for each in toy._do(toy.engine.rescue(32)) if isinstance(each, Drop)] == [2]
+
+
 def test_what_is_saved_no_more_goes_when_it_has_been_served():
     toy = Toy(1000)
     forward(toy, 2)

@@ -251,6 +251,7 @@ class Player:
         self._bring([record])
         self._asked.add(record)
         self._served([record])
+        self.engine.given(record)
 
     def _read(self, record: int) -> None:
         """Backward has read for the last time what it asked for."""
