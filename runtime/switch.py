@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from delta.runtime.asker import runs_the_program_s_code
 from delta.runtime.compiled import compiled_calls
@@ -23,7 +18,7 @@ from delta.runtime.core import Core
 from delta.runtime.recorder import Recorder
 from delta.runtime.sharded import may_be_sharded
 from delta.runtime.tracer import Tracer
-from delta.runtime.view import is_plain
+from delta.runtime.unseen import UnseenBackward
 
 
 class Switch:
@@ -45,8 +40,7 @@ class Switch:
         self._compiles = False  # something has been compiled in this process
         self._on: list[TorchDispatchMode] = []  # the last one on top
         self._held_off = False
-        self._in_backward_unseen = False
-        self._optimizer_writes: tuple[list[Tensor], set[int]] | None = None  # an optimizer is at work in there
+        self._unseen = UnseenBackward(recorder, core)
 
     def follow(self, caller: FrameType | None = None) -> None:
         """Do as the engine and the tracer want, if the stack allows it now. `caller`: of the op in the middle of which
@@ -76,8 +70,8 @@ class Switch:
         nobody has to see them. A closure is forward and backward once more, and they have to be seen."""
         if self._core.passes or self._elsewhere():
             return
-        if self._in_backward_unseen:
-            self._begin_writes([tensor for group in optimizer.param_groups for tensor in group["params"]])
+        if self._unseen.under_way:
+            self._unseen.writes_begin([tensor for group in optimizer.param_groups for tensor in group["params"]])
         traced = self._tracer is not None and self._tracer.wanted
         if traced or self._core.engine.minds_writes or self._core.noted.any:
             return
@@ -88,26 +82,13 @@ class Switch:
         """What comes next may be recorded again."""
         if self._core.passes or self._elsewhere():
             return
-        self._end_writes()
+        self._unseen.writes_ended()
         self.follow()
 
     def _elsewhere(self) -> bool:
         """Whether this is a thread of the program's other than the block's. Those of autograd are none of it: backward,
         and an optimizer that steps within it, may run there with what the block's thread has on its stack."""
         return threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
-
-    def _begin_writes(self, tensors: list[Tensor]) -> None:
-        """Nobody sees the ops that are about to write into these."""
-        written = [tensor for tensor in tensors if is_plain(tensor)]
-        with self._core:
-            self._optimizer_writes = written, self._core.writes.begin(written)
-
-    def _end_writes(self) -> None:
-        if self._optimizer_writes is None:
-            return
-        (written, preserved), self._optimizer_writes = self._optimizer_writes, None
-        with self._core:
-            self._core.writes.settle(self._core.writes.end(written, preserved))
 
     def _follow(self, wanted: list[TorchDispatchMode]) -> None:
         if wanted == self._on or torch._C._current_graph_task_id() != -1:
@@ -136,7 +117,7 @@ class Switch:
             if self._core.passes:
                 return run(*args, **kwargs)
             self._core.gauge.sample_bytes()
-            with self._unseen_backward() if self._needs_no_eye() else nullcontext():
+            with self._unseen.entered() if self._needs_no_eye() else nullcontext():
                 return run(*args, **kwargs)
 
         autograd._engine_run_backward = run_backward
@@ -150,51 +131,6 @@ class Switch:
         if self._on != [self._recorder] or _get_current_dispatch_mode() is not self._recorder:
             return False
         return not self._core.engine.minds_backward
-
-    @contextmanager
-    def _unseen_backward(self) -> Iterator[None]:
-        self._core.device.enforce(False)  # nobody hears of an op that finds no memory
-        torch._C._pop_torch_dispatch_stack(None)
-        self._in_backward_unseen = True
-        try:
-            with self._hooks_seen():
-                yield
-        finally:
-            self._in_backward_unseen = False
-            torch._C._push_on_torch_dispatch_stack(self._recorder)
-            self._end_writes()  # of one that failed midway, and backward with it
-
-    @contextmanager
-    def _hooks_seen(self) -> Iterator[None]:
-        """In a backward without the recorder: it is on while a parameter's hook runs, which may write in one step and
-        not in another."""
-        replaced = []
-        for hooks in self._core.persistent.hooks():
-            for key, hook in list(hooks.items()):
-                hooks[key] = seen = self._seen(hook)
-                replaced.append((hooks, key, hook, seen))
-        try:
-            yield
-        finally:
-            for hooks, key, hook, seen in replaced:
-                if hooks.get(key) is seen:  # else the program has taken it off
-                    hooks[key] = hook
-
-    def _seen(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The hook, with the recorder on."""
-
-        def seen(*args: Any) -> Any:
-            if self._recorder in _get_current_dispatch_mode_stack():  # it has called a backward of its own
-                return hook(*args)
-            unseen, self._in_backward_unseen = self._in_backward_unseen, False
-            torch._C._push_on_torch_dispatch_stack(self._recorder)
-            try:
-                return hook(*args)
-            finally:
-                torch._C._pop_torch_dispatch_stack(None)
-                self._in_backward_unseen = unseen
-
-        return seen
 
     def step_aside(self) -> None:
         """In backward: take the recorder off for the rest of the node that is running. So nobody hears there of an op

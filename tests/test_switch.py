@@ -24,7 +24,7 @@ from delta.planner import PLANNERS, Plan, Task
 from delta.planner.assemble import plan_of
 from delta.runtime.planning import PlanningAside
 from delta.runtime.recorder import Recorder
-from delta.runtime.switch import Switch
+from delta.runtime.unseen import UnseenBackward
 from delta.types import Action
 
 STEPS = 12
@@ -206,13 +206,13 @@ def four_made_again(task: Task) -> Plan:
 def alone_when(monkeypatch: pytest.MonkeyPatch, training: Training) -> dict[int, int]:
     """By step: how many storages are left to autograd alone when its backward begins."""
     found: dict[int, int] = {}
-    around = Switch._unseen_backward
+    entered = UnseenBackward.entered
 
-    def noted(self: Switch) -> Any:
+    def noted(self: UnseenBackward) -> Any:
         found[training.at] = len(self._core.engine.learner.alone)
-        return around(self)
+        return entered(self)
 
-    monkeypatch.setattr(Switch, "_unseen_backward", noted)
+    monkeypatch.setattr(UnseenBackward, "entered", noted)
     return found
 
 
@@ -346,7 +346,7 @@ def test_what_an_optimizer_was_about_to_write_is_forgotten_when_it_fails():
         training.optimizer.register_step_pre_hook(lambda *_: refuse())
         with pytest.raises(Refused):
             training.step(lambda x: Acting.apply(x, training.optimizer.step))
-        assert run._switch._optimizer_writes is None
+        assert run._switch._unseen._written is None
 
 
 class Idle(TorchDispatchMode):
