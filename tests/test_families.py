@@ -7,7 +7,7 @@ from builders import an_op
 
 from delta.beside import Beside, Track
 from delta.config import PlannerConfig
-from delta.families import FamilyLearner
+from delta.families import LEAST_SQUEEZE, FamilyLearner
 from delta.learner import WATCHFUL
 from delta.planner import PLANNERS, StepGraph, Task
 from delta.planner.family import SAMPLES, round_up
@@ -54,9 +54,11 @@ class Run:
         encodings=None,
         beside=None,
         evicted=True,
+        needs=(2, 1, 0),
     ):
         """Returns the mode after each save. `more` bytes in g, other ops by other names, ops before the step; what the
-        program has `kept` until backward, `encodings` by save order, and what the device used `beside`."""
+        program has `kept` until backward, `encodings` by save order, what the device used `beside`, and what is asked
+        for again."""
         learner, sizes = self.learner, [10 * b * t, 4 * b * t * t + more, 6 * b * t]
         learner.recorded = recorded
         for k in range(between):
@@ -81,8 +83,9 @@ class Run:
                 learner.encodable(i, encodings[i])
             modes.append(learner.mode)
         learner.still_used(set(kept))
-        for i in (2, 1, 0):
+        for i in needs:
             learner.needed(i, 100 - i)
+        for i in (2, 1, 0):
             learner.released(i)
         whole = sum(sizes)
         outcome = Outcome(
@@ -129,6 +132,8 @@ def test_no_more_steps_are_timed_than_a_family_is_observed_for(run):
         run.learner.recorded = True
         run.learner.packed(0, 0, Look(hash(first), (4, 10)))
         timed.append(run.learner.is_timed)
+        run.learner.recorded = False
+        assert not run.learner.is_timed
         run.learner.abandon()
         run.step(4, 10, names=f"{first}gh")
     assert timed == [True] * OPTIONS.observe + [False] * (len(timed) - OPTIONS.observe)
@@ -189,6 +194,17 @@ def test_a_size_that_fits_is_idle():
     assert run.asked == []
 
 
+def test_a_size_that_was_thought_to_fit_and_did_not_is_planned_from_then_on():
+    run = Run(limit=100_000)
+    run.warm()
+    assert run.step(3, 16) == [IDLE] * 3
+    run.learner.packed(hash("f"), 0, Look(hash("f"), (3, 16)))
+    run.learner.surprise()
+    run.learner.abandon()
+    assert run.step(3, 16) == run.step(3, 16) == [PLANNED] * 3
+    assert len(run.asked) == 1
+
+
 def test_while_inputs_keep_their_size_and_fit_nothing_need_be_recorded():
     run = Run(limit=100_000)
     learner = run.learner
@@ -232,6 +248,21 @@ def test_sizes_that_round_up_to_the_same_share_a_plan(run):
     assert bytes_of(run.asked[0][0])[0] == 10 * 4 * 66
     run.step(4, 67)
     assert len(run.asked) == 2
+
+
+def test_the_oldest_plans_are_forgotten(run, monkeypatch):
+    monkeypatch.setattr("delta.families.CACHED", 2)
+    run.warm()
+    for t in (16, 18, 20, 20, 18, 16):
+        run.step(3, t)
+    assert [bytes_of(graph)[0] // 30 for graph, _ in run.asked] == [16, 18, 20, 16]
+
+
+def test_without_a_limit_nothing_is_planned():
+    run = Run(limit=None)
+    run.warm()
+    assert run.step(3, 16) == [OBSERVE] * 3
+    assert run.asked == []
 
 
 def test_under_a_share_a_plan_is_not_for_a_smaller_limit():
@@ -306,6 +337,19 @@ def test_a_missed_limit_makes_plans_tighter(run):
     run.step(3, 16, peak=1100)
     run.step(3, 16)
     assert run.asked[-1][1] == int(1000 * 1000 / 1100)
+
+
+def test_they_become_tighter_down_to_a_bound(run):
+    run.warm()
+    for _ in range(3):
+        run.step(3, 16, peak=1150)
+    run.step(3, 16)
+    assert run.asked[-1][1] == LEAST_SQUEEZE * 1000
+
+
+def test_a_forward_without_backward_teaches_nothing(run):
+    run.step(4, 10, needs=())
+    assert run.learner.families == []
 
 
 @pytest.mark.parametrize(
