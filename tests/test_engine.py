@@ -266,18 +266,28 @@ def test_prefetch_can_be_turned_off():
     assert toy.need(2, 50) == [SwapIn(2)]
 
 
-def test_the_prefetch_window_bounds_what_is_on_its_way():
-    toy = Toy(10_000, SWAP, prefetch={"window": 150})
+@pytest.mark.parametrize("window", [100, 150])
+def test_the_prefetch_window_bounds_what_is_on_its_way(window):
+    toy = Toy(10_000, SWAP, prefetch={"window": window})
     forward(toy, 3)
     for record in (1, 2, 3):
         toy.let_go(record)
     toy.engine.budget.activations = Bytes(0)
     toy._do(toy.engine.pressure(35))
     toy.engine.budget.activations = Bytes(10_000)
-    # 3 is needed and comes back; 2 (100 bytes) fits the window of 150, 1 beside it does not
+    # 3 is needed and comes back; 2 (100 bytes) fits the window, 1 beside it does not
     assert toy.need(3, 40) == [SwapIn(3), SwapIn(2)]
     toy.copy_ends(2)
     assert toy.need(3, 45) == [SwapIn(1)]
+
+
+def test_what_the_program_still_has_is_not_copied_back():
+    toy = Toy(10_000, SWAP)
+    forward(toy, 3)
+    toy.program.add(1)
+    for record in (1, 2):
+        toy._do(toy.engine._room.carry_out(toy.engine.ledger[record], Action.SWAP, 30, wait=True))
+    assert [i for i in toy.need(3, 40) if isinstance(i, (Hold, SwapIn))] == [SwapIn(2), Hold(1)]
 
 
 def test_the_director_picks_per_record():
@@ -1283,6 +1293,26 @@ def test_a_planned_copy_back_starts_where_the_plan_says():
         started = [i.record for i in toy.need(record, 1050 + 10 * position) if isinstance(i, SwapIn)]
         assert started == [11 + order for order in plan.prefetch.get(position, ())]
         toy.unsave(record)
+
+
+def test_what_nobody_can_ask_for_any_more_does_not_come_back():
+    """Its saved tensor has died before the need at which the plan has it come."""
+    toy = Toy(310, SWAP)
+    step(toy, 0, 0)
+    profile = toy.engine.learner.profiles[0]
+    profile.plan = plan_of(profile.graph, LINK, [Action.SWAP, Action.SWAP, Action.KEEP, Action.KEEP])
+    assert profile.plan.prefetch == {0: (1, 0)}
+    toy.source(10, 10)
+    for k in range(1, 5):
+        toy.op(10 + k, 100, [9 + k])
+        toy.let_go(9 + k)
+        toy.save(10 + k, 1000 + 10 * k)
+    for record in list(toy.leaving):
+        toy.copy_ends(record)
+    toy.let_go(14)
+    toy.unsave(12)
+    assert not toy.engine.ledger[12].handles
+    assert [i for i in toy.use(14, 1050) if isinstance(i, SwapIn)] == [SwapIn(11)]
 
 
 def in_backward_before_its_copy_out_has_ended() -> Toy:

@@ -195,6 +195,14 @@ def test_what_goes_at_its_save_counts_until_the_program_lets_go_of_it() -> None:
     assert engine.learner.log.saves == [1, 3] and engine.learner.log.orders == [0, 1, 1]
 
 
+def test_one_more_tensor_on_what_is_there_again_is_saved_the_whole_way() -> None:
+    toy = planned()
+    assert toy.engine.expected.drop(1, 3, 7, 20) == []
+    toy.engine.ledger.hold(3)
+    assert toy.engine.expected.drop(1, 3, 7, 21) is None
+    assert toy.engine.ledger[3].handles == 1
+
+
 def test_what_it_is_made_from_is_held_where_nothing_else_makes_it() -> None:
     toy = planned(replayable=False)
     assert toy.engine.expected.drop(1, 3, 7, 20) == [2]
