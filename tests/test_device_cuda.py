@@ -66,10 +66,11 @@ def test_a_peak_between_two_looks_is_the_allocator_s_where_that_has_risen(card: 
         (150, 600, 2450),
         (300, 400, 2800),
         (120, 400, 50),
+        (300, 350, 60),
     ]:
         card.use = use
         seen.append(device.in_use())
-    assert seen == [(200, 600), (200, 250), (150, 600), (150, 150), (300, 500), (120, 400)]
+    assert seen == [(200, 600), (200, 250), (150, 600), (150, 150), (300, 500), (120, 400), (300, 300)]
     device.close()
 
 
@@ -352,6 +353,16 @@ def test_a_cap_limits_the_allocator_and_ends_with_the_device(card: SimulatedCard
     assert card.limited_to == 1.0
 
 
+def test_another_budget_while_one_is_enforced_leaves_the_program_s_limit(card: SimulatedCard) -> None:
+    device = CudaDevice(card, HostConfig())
+    device.cap(2**28)
+    device.enforce(True)
+    device.cap(2**29)
+    device.cap(None)
+    assert card.limited_to == 1.0
+    device.close()
+
+
 @pytest.mark.parametrize("own_allocator", [True, False])
 def test_segments_are_expandable_for_as_long_as_it_is_asked_for(card: SimulatedCard, own_allocator: bool) -> None:
     """Those of the kind that was are given back, which is nobody's affair where another allocator has them."""
@@ -462,6 +473,17 @@ def test_what_is_merely_reserved_goes_back_before_memory_is_refused(card: Simula
         device.enforce(True)
         assert card.emptied == emptied
         device.enforce(False)
+        assert card.emptied == emptied
+    device.close()
+
+
+def test_of_a_large_budget_more_has_to_be_unused(card: SimulatedCard) -> None:
+    """A fiftieth of what may be reserved: giving back has the host wait for the card."""
+    device = CudaDevice(card, HostConfig())
+    device.cap(2000 * MIB)
+    for idle_bytes, emptied in [(41 * MIB, 0), (42 * MIB, 1)]:
+        card.use, card.emptied = (2060 * MIB, 2060 * MIB, 2060 * MIB, 2060 * MIB + idle_bytes), 0
+        device.in_use()
         assert card.emptied == emptied
     device.close()
 

@@ -16,6 +16,7 @@ from toy import Toy
 
 import delta
 from delta.step_ends import StepEnds
+from delta.types import Action, SwapIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 
@@ -173,6 +174,18 @@ def test_what_is_left_over_leaves_no_trace_in_the_step_after():
     assert toy.engine.ledger.own_handles == 2
     toy.use(201, 6010)
     assert log.needs == [(1, 1010 - 100)] and log.releases == [(1, 1)]
+
+
+def test_what_is_left_over_on_the_host_comes_back_when_it_is_asked_for():
+    """Before anything is saved in the next step. It is in no order by which another one would be brought along."""
+    toy = Toy(10_000, ("keep", "swap"))
+    left = [step(toy, 10 * k, 1000 * k) for k in range(3)]
+    toy.forward_again(5000)
+    toy.let_go(*left)
+    for record in left:
+        toy._do(toy.engine._room.carry_out(toy.engine.ledger[record], Action.SWAP, 5000, wait=True))
+    assert not toy.mine & set(left)
+    assert [i for i in toy.use(left[0], 6000) if isinstance(i, SwapIn)] == [SwapIn(left[0])]
 
 
 def test_a_step_is_planned_for_the_room_that_is_left():
