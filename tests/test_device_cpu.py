@@ -370,12 +370,13 @@ def test_what_a_peak_is_where_the_heap_keeps_some(
     assert device.in_use() == ((now + (beside or 100)) * MIB, peak * MIB)
 
 
+@pytest.mark.parametrize("trims", [1, 2])
 def test_a_peak_before_a_trim_is_remembered_and_what_was_kept_then_is_none(
-    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch, trims: int
 ) -> None:
     """200 MiB are given out and 100 beside the heap. It keeps 50, and an op has 30 more for a moment, before all that
     it keeps is trimmed away; what is seen meanwhile is of before. Another op has 10 more then."""
-    seen, told = {"resident": 350 * MIB}, iter([(0, 0), (0, 0), (0, 380), (0, 380), (0, 310), (0, 320)])
+    seen, told = {"resident": 350 * MIB}, iter([(0, 0), (0, 0), *[(0, 380), (0, 380), (0, 305), (0, 305)][: 2 * trims], (0, 310), (0, 320)])
     monkeypatch.setattr(process_memory, "heap_bytes", lambda: 200 * MIB)
     monkeypatch.setattr(process_memory, "peak_resident_bytes", lambda: 700 * MIB)
     monkeypatch.setattr(process_memory, "trim_heap", lambda: seen.update(resident=300 * MIB))
@@ -384,7 +385,8 @@ def test_a_peak_before_a_trim_is_remembered_and_what_was_kept_then_is_none(
     monkeypatch.setattr(device._memory, "_beside_heap_bytes", 100 * MIB)
     device.in_use()
     assert device.in_use() == (300 * MIB, 300 * MIB)
-    device.trim()
+    for _ in range(trims):
+        device.trim()
     assert device.in_use() == (300 * MIB, 330 * MIB)
     assert device.in_use() == (300 * MIB, 320 * MIB)
 
@@ -399,6 +401,31 @@ def test_once_trimmed_nothing_is_kept(device: CpuDevice, monkeypatch: pytest.Mon
     monkeypatch.setattr(device._memory._peak_watch, "take", lambda: (0, resident))
     assert device.in_use()[1] == resident
     del tensors
+
+
+def test_what_is_beside_the_heap_is_the_most_that_was_ever_seen(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time 30 MiB of what the heap has given out are not resident yet."""
+    seen = {}
+    monkeypatch.setattr(process_memory, "heap_bytes", lambda: seen["given_out"] * MIB)
+    monkeypatch.setattr(process_memory, "trim_heap", lambda: None)
+    monkeypatch.setattr(device._memory._meter, "read_bytes", lambda: seen["resident"] * MIB)
+    monkeypatch.setattr(device._memory, "_beside_heap_bytes", None)
+    for given_out, resident in ((200, 300), (250, 320)):
+        seen |= {"given_out": given_out, "resident": resident}
+        device.trim()
+    seen["resident"] = 400
+    assert device.in_use()[0] == 350 * MIB
+
+
+def test_what_is_to_come_is_nothing_that_the_heap_keeps(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = device._memory
+    monkeypatch.setattr(process_memory, "heap_bytes", lambda: 220 * MIB)
+    monkeypatch.setattr(memory._meter, "read_bytes", lambda: 300 * MIB)
+    monkeypatch.setattr(memory, "_beside_heap_bytes", 100 * MIB)
+    assert memory.in_use(20 * MIB)[0] == 320 * MIB
+    assert memory.kept_bytes == 0
 
 
 def test_no_thread_is_left_that_watches(device: CpuDevice) -> None:

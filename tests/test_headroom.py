@@ -563,6 +563,31 @@ def test_a_peak_between_two_looks_is_in_the_report_where_the_device_is_sure_of_i
 
 
 @pytest.mark.parametrize(
+    ("hoards", "own", "used", "after_trim", "told"),
+    [
+        pytest.param(True, False, 700, 700, (600, 900), id="what the heap keeps is in no use"),
+        pytest.param(True, False, 820, 820, (820, 900), id="over the budget all counts"),
+        pytest.param(True, False, 820, 610, (600, 900), id="unless that can be trimmed away"),
+        pytest.param(True, True, 700, 700, (600, 900), id="a peak of Delta's own work"),
+        pytest.param(False, True, 700, 700, (600, 600), id="a card's may be that of before"),
+    ],
+)
+def test_what_the_engine_is_told_to_be_in_use(monkeypatch, hoards, own, used, after_trim, told):
+    """The budget is 800 MiB; the device says that 600 are in use, and 900 were."""
+    engine, heard, trimmed = Toy(Budget(device_bytes=800 * MIB)).engine, [], []
+    monkeypatch.setattr(Engine, "settled" if own else "looked", lambda engine, *told: heard.append(told))
+    device = a_device(
+        hoards=hoards,
+        kept_bytes=(used - 600) * MIB if hoards else 0,
+        in_use=lambda: (600 * MIB, 900 * MIB),
+        used_bytes=lambda: (after_trim if trimmed else used) * MIB,
+        trim=lambda: trimmed.append(1),
+    )
+    Gauge(engine, device).look(own, 7)
+    assert heard == [(told[0] * MIB, told[1] * MIB, 7)]
+
+
+@pytest.mark.parametrize(
     ("hoards", "used_mib", "kept_mib", "made_mib", "trims"),
     [
         pytest.param(True, 790, 90, 20, 1, id="no room beside what is kept"),
