@@ -235,6 +235,23 @@ def test_a_need_of_what_is_kept_sees_to_a_device_budget(limit: int, more: bool) 
     assert toy.engine.expected.need(kept, 0, False, 20, True) is more
 
 
+@pytest.mark.parametrize("moves", ["prefetch", "evictions"])
+def test_a_need_of_what_is_kept_sees_to_what_the_plan_has_there(moves: str) -> None:
+    toy = planned()
+    kept, learner = Kept(7, 1, 100, 0, 10, recorded=True), toy.engine.learner
+    assert learner.current is not None and learner.current.plan is not None
+    learner.current.plan = replace(learner.current.plan, **{moves: {1: ()}})
+    assert [toy.engine.expected.need(kept, 0, False, at, True) for at in (20, 30, 40)] == [False, True, False]
+
+
+@pytest.mark.parametrize("limit", [199, 200])
+def test_what_is_kept_with_a_record_has_room_or_is_saved_the_whole_way(limit: int) -> None:
+    toy = planned()
+    toy.engine._room._budget = Budget(activations=Bytes(limit))
+    kept = toy.engine.expected.keep_record(1, 3, 7, 0, 20)
+    assert (kept is not None) == (toy.engine.ledger[3].handles == 1) == (limit == 200)
+
+
 # -- in a training ----------------------------------------------------------------------------------------------------
 class Net(nn.Module):
     """Of its saved tensors a plan drops some and keeps others; two of each kind are on one storage."""

@@ -464,6 +464,13 @@ def test_a_host_that_is_slower_from_some_step_on_is_still_only_slow(monkeypatch)
     assert max(card.held_ns) > PACE * card.each_ns
 
 
+def test_the_card_is_held_back_for_a_fifth_of_a_second_at_most(monkeypatch):
+    card = SlowHost()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: card.host_ns)
+    steps_on(card, True, True, slower=10**6)
+    assert max(card.held_ns) == 200_000_000
+
+
 def saves_on(card: SlowHost, *pieces: int, quick: int = -1) -> None:
     """A timed step of saves alone, each after so many ops; those of the `quick` one take the host hardly any time."""
     moments, log = Moments(card), StepLog()
