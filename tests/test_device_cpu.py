@@ -376,7 +376,10 @@ def test_a_peak_before_a_trim_is_remembered_and_what_was_kept_then_is_none(
 ) -> None:
     """200 MiB are given out and 100 beside the heap. It keeps 50, and an op has 30 more for a moment, before all that
     it keeps is trimmed away; what is seen meanwhile is of before. Another op has 10 more then."""
-    seen, told = {"resident": 350 * MIB}, iter([(0, 0), (0, 0), *[(0, 380), (0, 380), (0, 305), (0, 305)][: 2 * trims], (0, 310), (0, 320)])
+    seen, told = (
+        {"resident": 350 * MIB},
+        iter([(0, 0), (0, 0), *[(0, 380), (0, 380), (0, 305), (0, 305)][: 2 * trims], (0, 310), (0, 320)]),
+    )
     monkeypatch.setattr(process_memory, "heap_bytes", lambda: 200 * MIB)
     monkeypatch.setattr(process_memory, "peak_resident_bytes", lambda: 700 * MIB)
     monkeypatch.setattr(process_memory, "trim_heap", lambda: seen.update(resident=300 * MIB))

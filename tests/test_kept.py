@@ -244,6 +244,13 @@ def test_a_need_of_what_is_kept_sees_to_what_the_plan_has_there(moves: str) -> N
     assert [toy.engine.expected.need(kept, 0, False, at, True) for at in (20, 30, 40)] == [False, True, False]
 
 
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_only_a_need_in_backward_ends_a_stretch(in_backward: bool) -> None:
+    toy = planned()
+    toy.engine.expected.need(Kept(7, 1, 100, 0, 10, recorded=True), 0, False, 20, in_backward)
+    assert toy.engine.step_ends.needed is in_backward
+
+
 @pytest.mark.parametrize("limit", [199, 200])
 def test_what_is_kept_with_a_record_has_room_or_is_saved_the_whole_way(limit: int) -> None:
     toy = planned()
