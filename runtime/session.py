@@ -33,6 +33,7 @@ from delta.runtime.core import Core
 from delta.runtime.daemon import Daemon
 from delta.runtime.device import Device, make_device
 from delta.runtime.hooks import Hooks
+from delta.runtime.interrupts import signals_wait
 from delta.runtime.modules import ModuleNames
 from delta.runtime.monitor import spill_facts
 from delta.runtime.own_time import TimedRecorder
@@ -142,6 +143,7 @@ class evict(ContextDecorator):
         try:
             with ExitStack() as stack:
                 stack.callback(_give_up, self)
+                stack.enter_context(signals_wait())
                 self._open(stack)
                 self._stack = stack.pop_all()
         except BaseException:
