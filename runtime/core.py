@@ -194,6 +194,14 @@ class Core(Entrance):
         if instructions and gauge.on:
             gauge.look(own=True)
 
+    def room_for(self, made_bytes: int) -> None:
+        """An op without gradients is about to make so much. What those of an evaluation make and drop is merely kept
+        soon, and no save is there to look."""
+        if self.gauge.lacks(made_bytes):
+            with self:
+                self.gauge.look()
+                self.gauge.make_way(made_bytes)
+
     # -- idle steps -------------------------------------------------------------------------------------------------
     def watching(self) -> bool:
         """Whether a tensor saved now is only watched. Never changes while a step has begun in the other way."""

@@ -57,6 +57,10 @@ class Gauge:
         if device.kept_bytes > _KEPT_BYTES and device.used_bytes() + nbytes > self._engine.budget.whole_bytes:
             device.trim()
 
+    def lacks(self, made_bytes: int) -> bool:
+        """Whether an op that makes so much may not fit beside what is resident, some of which may merely be kept."""
+        return made_bytes > _KEPT_BYTES and self._device.used_bytes() + made_bytes > self._engine.budget.whole_bytes
+
     def sample_bytes(self) -> int:
         """What is in use now, whatever the budget is on."""
         used = self._device.used_bytes()

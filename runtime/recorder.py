@@ -106,6 +106,8 @@ class Recorder(TorchDispatchMode):
             core.device.enforce(False)  # until the next save: what it is refused it does not say
         if _graph_task() == -1 and _grad_enabled():
             return self._forward(func, facts, args, kwargs)
+        if core.gauge.closely and _graph_task() == -1:
+            core.room_for(self._foreseen.made_bytes(func, facts, args, kwargs))
         keep_track = _graph_task() == -1 and learner.in_step
         watched = keep_track or (facts.writes and (learner.in_step or core.has_recipes))
         return self._let_pass(func, facts, args, kwargs, watched, keep_track)
