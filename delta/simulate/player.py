@@ -345,13 +345,12 @@ class Player:
         self.engine.lost(self._now - before_ns)
 
     def _poll(self) -> None:
-        """Tell the engine of the copies that have ended by now."""
-        for record, done_ns in list(self._going.items()):
-            if done_ns <= self._now and self._going.pop(record, None) is not None:
-                self._do(self.engine.transfers.copied_out(record))
-        for record, done_ns in list(self._coming.items()):
-            if done_ns <= self._now and self._coming.pop(record, None) is not None:
-                self._do(self.engine.transfers.copied_in(record))
+        """Tell the engine of the copies that have ended by now. Those of one direction end as they began."""
+        transfers = self.engine.transfers
+        for under_way, ended in ((self._going, transfers.copied_out), (self._coming, transfers.copied_in)):
+            while under_way and under_way[record := next(iter(under_way))] <= self._now:
+                del under_way[record]
+                self._do(ended(record))
 
     def _allocate(self, record: int, nbytes: int, from_right: bool = False) -> None:
         """Memory for a storage. Where it is there but not in one piece, more has to go."""
