@@ -98,7 +98,7 @@ def test_the_host_tier_is_counted_where_something_went(spill_dir: Path) -> None:
         moved = run.report().swapped_out_bytes
         # Blocks of the file are a little larger than what is in them; room that was given back is used again.
         assert (moved > 0) == (policy == "swap") and peaks[policy] <= 1.2 * moved
-    assert peaks["recompute"] == 0 < peaks["swap"]
+    assert peaks["recompute"] == 0 < LARGEST_BYTES <= peaks["swap"]
 
 
 def test_all_that_a_step_allocates_is_seen() -> None:

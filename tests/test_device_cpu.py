@@ -309,6 +309,7 @@ def test_a_peak_below_an_earlier_one_is_seen_only_where_peaks_are_watched(device
         tensor, end_s = torch.ones(8 * MIB), time.monotonic() + 10
         while watched and device._memory._peak_watch._most_bytes[1] < device.used_bytes() and time.monotonic() < end_s:
             time.sleep(1e-3)
+        assert time.monotonic() < end_s, "the other thread has not looked"
         del tensor
         return device.in_use()[1] - before
 
