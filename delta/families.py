@@ -284,7 +284,6 @@ class FamilyLearner(Learner):
         """How such steps go, from the one that has just been recorded. None does so where backward begins before
         forward has ended."""
         if any(self.log.needs_before):
-            self._courses.pop(family, None)
             return
         number = {op.id: place for place, op in enumerate(kept_ops(graph))}
         places = [number.get(op.id, -1) for op in graph.ops]

@@ -420,8 +420,21 @@ class Followed(Run):
         self.names, self.forced = names, dict(forced)  # of its ops; what a rule says of storages
 
     def step(
-        self, b, t, *, more=0, names=None, before=(), backward_first=False, peak=0, recording=True, mask=0, odd=False
+        self,
+        b,
+        t,
+        *,
+        more=0,
+        names=None,
+        before=(),
+        backward_first=False,
+        twice=False,
+        peak=0,
+        recording=True,
+        mask=0,
+        odd=False,
     ):
+        """`backward_first`: the first storage is needed before the third is saved; `twice`: after all were saved."""
         learner, names = self.learner, names or self.names
         sizes = [10 * b * t, 4 * b * t * t + more, 6 * b * t, b * t][: len(names)]
         for k, name in enumerate(before):
@@ -444,6 +457,8 @@ class Followed(Run):
             modes.append(learner.mode)
         self.followed = learner.routine is not None
         self.recorded = learner.recorded
+        if twice:
+            learner.needed(0, 50)
         for i in reversed(range(len(modes))):
             learner.needed(i, 100 - i)
             learner.released(i)
@@ -603,6 +618,13 @@ def test_where_backward_begins_within_forward_there_is_none():
     for t in (10, 14, 12, 13, 15):
         run.step(4, t, backward_first=True)
         assert not run.followed
+
+
+def test_steps_whose_backward_begins_within_forward_are_of_another_family():
+    run = Followed()
+    run.step(4, 10, twice=True)
+    run.step(4, 13, backward_first=True)
+    assert len(run.learner.families) == 2
 
 
 def test_notes_that_find_no_room_twice_are_no_more():

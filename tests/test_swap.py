@@ -63,3 +63,6 @@ def test_of_many_storages_in_use_a_few_are_looked_at_each_time(monkeypatch: pyte
     looked_at.clear()
     saved.look()
     assert len(looked_at) == 38
+    saved.given_out(7)
+    saved.given_out(20)
+    assert sorted(saved.records) == [n for n in range(40) if n != 39], "each is there once"

@@ -250,6 +250,7 @@ def _skeleton(graph: StepGraph) -> tuple[object, ...]:
         [(op.name, op.inputs, op.outputs, op.replayable, op.overwrites) for op in graph.ops],
         graph.saved,
         graph.needs,
+        graph.needs_before,
     )
 
 
