@@ -39,7 +39,7 @@ class MadeAgain:
         RecomputeMismatchError where a replay differs; StorageModifiedError where it would read what has been written.
         """
         core, engine = self._core, self._engine
-        walk, there = [wanted], []
+        walk, known, there = [wanted], {wanted}, []
         uses: dict[Made, int] = {}  # how many of the walk are still to read it
         for note in walk:
             for made in _made_by_others(note):
@@ -47,7 +47,8 @@ class MadeAgain:
                     found = made.found()
                     if found is not None:
                         there.append(found)  # it may not die before it is read
-                    elif made.note not in walk:
+                    elif made.note not in known:
+                        known.add(made.note)
                         walk.append(made.note)
                 uses[made] = uses.get(made, 0) + 1
         walk.sort(key=lambda note: note.number)
