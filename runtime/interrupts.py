@@ -28,6 +28,7 @@ _PROGRAMS = tuple(  # parts of Delta that train, or run what trains
     ["delta.cli", *(f"delta.runtime.{name}" for name in ("bench", "demo", "predict", "script", "tracing", "zoo"))]
 )
 _DISPATCHER = "torch._library.simple_registry"  # asked on the way to the recorder, where autograd is off already
+_ENTERS = ExitStack.enter_context.__code__
 _PATIENCE_NS = 1_000_000_000
 
 
@@ -45,7 +46,9 @@ def signals_wait() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in waiting.handlers.items():
+        # In another thread none can be put back: each goes on to stand for the program's.
+        there_may = threading.current_thread() is threading.main_thread()
+        for number, handler in waiting.handlers.items() if there_may else ():
             there: object = signal.getsignal(number)
             if there is came:  # else the program has another by now
                 signal.signal(number, handler)
@@ -57,6 +60,7 @@ class Waiting:
     def __init__(self, handlers: Mapping[int, _Handler]) -> None:
         self.handlers = handlers
         self._since_ns: dict[int, int] = {}  # by number, in the order in which they came
+        self._telling = False  # handlers are being called, from a trace function: none is called beneath it
 
     def came(self, number: int, frame: FrameType | None) -> None:
         """Stands for the handler of each. A Ctrl-C that is repeated, since nothing seems to come of the first, waits no
@@ -68,7 +72,7 @@ class Waiting:
             self._since_ns.pop(number, None)
             self.handlers[number](number, frame)
             return
-        idle = not self._since_ns
+        idle = not self._since_ns and not self._telling
         self._since_ns[number] = since_ns
         if idle:
             self._when_it_goes_on(caller)
@@ -83,14 +87,29 @@ class Waiting:
             if (caller := _caller_of_delta(frame)) is not None:  # a library that Delta has called
                 self._when_it_goes_on(caller)
                 return
-            numbers = list(self._since_ns)
-            self._since_ns.clear()
-            with ExitStack() as stack:  # all of them, though one may raise
-                for number in reversed(numbers):
-                    stack.callback(self.handlers[number], number, frame)
+            self._tell(frame)
 
         caller.f_trace, caller.f_trace_opcodes = goes_on, True
         sys.settrace(lambda *_: None)
+
+    def _tell(self, frame: FrameType) -> None:
+        """Call the handlers of all that have come, and of those that come while one of them has Delta at work."""
+        raised: BaseException | None = None
+        self._telling = True
+        try:
+            while self._since_ns:
+                number = next(iter(self._since_ns))
+                del self._since_ns[number]
+                try:
+                    self.handlers[number](number, frame)
+                except BaseException as error:  # the others are to be told, too
+                    if raised is not None:
+                        error.__context__ = raised
+                    raised = error
+        finally:
+            self._telling = False
+        if raised is not None:
+            raise raised
 
 
 def _caller_of_delta(frame: FrameType | None) -> FrameType | None:
@@ -99,7 +118,8 @@ def _caller_of_delta(frame: FrameType | None) -> FrameType | None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
             return None
         frame = frame.f_back
-    while frame is not None and _is_delta_s(frame):
+    # A stack that has entered a block does not know of it before this call has returned, and would not leave it.
+    while frame is not None and (_is_delta_s(frame) or frame.f_code is _ENTERS):
         frame = frame.f_back
     return frame
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -209,3 +210,64 @@ def test_a_ctrl_c_that_is_repeated_later_does_not_wait(
     under(DELTA, "inner()")(come)
     _ = "goes on"
     assert len(calls) == 1
+
+
+def test_what_comes_while_a_handler_has_delta_at_work_is_told_after_it() -> None:
+    """Nothing is traced beneath a trace function, which is what called the handler."""
+    heard: list[str] = []
+
+    def work() -> None:
+        waiting.came(2, sys._getframe(1))
+
+    def first(number: int, frame: FrameType | None) -> None:
+        under(DELTA, "inner()")(work)
+        heard.append("first")
+        raise KeyboardInterrupt
+
+    waiting = Waiting({1: first, 2: lambda *_: heard.append("second")})
+    with pytest.raises(KeyboardInterrupt):
+        under(DELTA, "inner()")(lambda: waiting.came(1, sys._getframe(1)))
+        _ = "goes on"
+    assert heard == ["first", "second"]
+    assert sys.gettrace() is None
+    under(DELTA, "inner()")(work)
+    _ = "goes on"
+    assert heard == ["first", "second", "second"]
+
+
+def test_a_stack_that_was_stopped_entering_a_block_leaves_it(
+    handled: Callable[[Handler], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    handled(stop)
+    settle = under("delta.runtime.settle", "inner[0].raise_signal(inner[0].SIGUSR1)")
+    run = delta.evict(device="cpu")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), ExitStack() as stack:
+        patch.setattr("delta.runtime.session.settle_kernels", lambda: settle((signal,)))
+        stack.enter_context(run)
+    assert signal.getsignal(signal.SIGUSR1) is stop
+    with run:
+        pass
+
+
+def test_a_block_left_in_another_thread_says_so(handled: Callable[[Handler], None]) -> None:
+    heard: list[int] = []
+    errors: list[Exception] = []
+    handled(lambda number, _: heard.append(number))
+    run = delta.evict(device="cpu")
+    run.__enter__()
+
+    def leave() -> None:
+        try:
+            run.__exit__(None, None, None)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert [type(error) for error in errors] == [delta.DeltaError]
+    signal.raise_signal(signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
