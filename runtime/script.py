@@ -5,6 +5,7 @@ Not covered: launching several processes. ``torchrun ... -m delta run script.py`
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ from delta.errors import DeltaError, StorageModifiedError
 from delta.files import marked
 from delta.report import Report
 from delta.trace import Recording, read, summary
+
+_STOPPED = 128 + signal.SIGINT  # what a shell tells of a process that Ctrl-C has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,9 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
 
     Of several processes (torchrun) each writes files of its own, with ``-rank0`` and so on in their names. SystemExit
     with a code passes through, so the exit code is the script's. Another exception of the script is printed
-    without Delta's own frames and exits with 1, as the interpreter would; so is a StorageModifiedError, which plain
-    PyTorch would have raised as well. A script that ended well where a trace was asked for and none written exits with
-    2. Raises DeltaError for options that make no sense.
+    without Delta's own frames and exits with 1, as the interpreter would, and after Ctrl-C with 130; so is a
+    StorageModifiedError, which plain PyTorch would have raised as well. A script that ended well where a trace was
+    asked for and none written exits with 2. Raises DeltaError for options that make no sense.
     """
     path = Path(script).absolute()
     if not path.is_file():
@@ -70,11 +73,11 @@ def run_script(script: str, arguments: Sequence[str], options: RunOptions) -> No
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, DeltaError) and not isinstance(error, StorageModifiedError):
             raise
         _print_like_interpreter(error, path)
-        raise SystemExit(1) from error
+        raise SystemExit(_STOPPED if isinstance(error, KeyboardInterrupt) else 1) from error
     finally:
         _publish(run.report(), options.report)
         if options.trace is not None:
@@ -127,7 +130,7 @@ def _run_main(path: Path) -> None:
         sys.modules["__main__"] = before
 
 
-def _print_like_interpreter(error: Exception, path: Path) -> None:
+def _print_like_interpreter(error: BaseException, path: Path) -> None:
     """The traceback from the script's own first frame on. A SyntaxError of the script has none, only its text."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename != str(path):

@@ -399,13 +399,19 @@ def test_run_passes_the_exit_code_through(runs: list[FakeRun], tmp_path: Path, c
     assert "policy fake on cpu" in done.stderr
 
 
-def test_run_shows_the_scripts_own_traceback(runs: list[FakeRun], tmp_path: Path) -> None:
-    done = deltactl("run", script(tmp_path, "def f():\n    return 1 / 0\nf()\n"))
-    assert done.exit_code == 1
+@pytest.mark.parametrize(
+    ("text", "told", "code"),
+    [("return 1 / 0", "ZeroDivisionError", 1), ("raise KeyboardInterrupt", "KeyboardInterrupt", 130)],
+)
+def test_run_shows_the_scripts_own_traceback(
+    text: str, told: str, code: int, runs: list[FakeRun], tmp_path: Path
+) -> None:
+    done = deltactl("run", script(tmp_path, f"def f():\n    {text}\nf()\n"))
+    assert done.exit_code == code
     assert done.stderr.startswith(
         f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 3, in <module>'
     )
-    assert "ZeroDivisionError" in done.stderr and "runpy" not in done.stderr
+    assert told in done.stderr and "runpy" not in done.stderr
     assert "policy fake on cpu" in done.stderr
     assert not runs[0].open
 
