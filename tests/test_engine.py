@@ -1295,14 +1295,19 @@ def test_a_planned_copy_back_starts_where_the_plan_says():
         toy.unsave(record)
 
 
-def test_what_nobody_can_ask_for_any_more_does_not_come_back():
-    """Its saved tensor has died before the need at which the plan has it come."""
+def in_a_step_that_brings_two_back_at_its_first_need() -> Toy:
     toy = Toy(310, SWAP)
     step(toy, 0, 0)
     profile = toy.engine.learner.profiles[0]
     profile.plan = plan_of(profile.graph, LINK, [Action.SWAP, Action.SWAP, Action.KEEP, Action.KEEP])
     assert profile.plan.prefetch == {0: (1, 0)}
     toy.source(10, 10)
+    return toy
+
+
+def test_what_nobody_can_ask_for_any_more_does_not_come_back():
+    """Its saved tensor has died before the need at which the plan has it come."""
+    toy = in_a_step_that_brings_two_back_at_its_first_need()
     for k in range(1, 5):
         toy.op(10 + k, 100, [9 + k])
         toy.let_go(9 + k)
@@ -1318,12 +1323,7 @@ def test_what_nobody_can_ask_for_any_more_does_not_come_back():
 def in_backward_before_its_copy_out_has_ended() -> Toy:
     """11 and 12 are swapped by the plan, which has both come back from the first need on. 11 has gone, and comes; the
     copy out of 12 is under way."""
-    toy = Toy(310, SWAP)
-    step(toy, 0, 0)
-    profile = toy.engine.learner.profiles[0]
-    profile.plan = plan_of(profile.graph, LINK, [Action.SWAP, Action.SWAP, Action.KEEP, Action.KEEP])
-    assert profile.plan.prefetch == {0: (1, 0)}
-    toy.source(10, 10)
+    toy = in_a_step_that_brings_two_back_at_its_first_need()
     for k in range(1, 5):
         toy.op(10 + k, 100, [9 + k])
         toy.let_go(9 + k)
