@@ -16,6 +16,7 @@ from simple_dtr import Dtr, Stuck
 from traces import encodings
 
 from delta.config import Policy
+from delta.engine import Engine
 from delta.errors import BudgetError, TraceError
 from delta.policies.loader import load
 from delta.simulate import ALLOCATORS, Run, Status, simulate, simulation
@@ -164,9 +165,11 @@ def test_a_copy_back_without_room_goes_again_when_it_has_ended():
         backward += [Need(number), Op("back", read, (made,), (50,), 7, replayable=False), Unsave(number)]
         backward += [Free(made - 1)] if number != 2 else []
     trace = a_trace(*forward, *backward, Result(12), evictable=Evictable.SAVED)
-    run = simulate(trace, a_policy("swap", score="lru", prefetch="auto"), Bytes(250), Link(1e15, 1e9))
+    with patch.object(Engine, "given", autospec=True, side_effect=Engine.given) as told:
+        run = simulate(trace, a_policy("swap", score="lru", prefetch="auto"), Bytes(250), Link(1e15, 1e9))
     assert (run.status, run.why) == (Status.OK, "")
     assert (run.peak_bytes, run.stall_ns, run.total_ns) == (200, 100 + 93 + 200 + 100, trace.base_ns + 493)
+    assert [call.args[1] for call in told.call_args_list] == [2, 0, 1], "as on a device, backward uses these"
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
